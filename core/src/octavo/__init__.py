@@ -1,0 +1,94 @@
+"""octavo serves large language models from paged KV memory, with every quantization scheme and kernel a plugin.
+
+The names below are all that users and plugins import (with `octavo.testing` for tests). They load on first use, so that
+`import octavo` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from octavo.attention.backend import (
+        AttentionBackend as AttentionBackend,
+        AttentionBatch as AttentionBatch,
+        AttentionLayer as AttentionLayer,
+        AttentionRequest as AttentionRequest,
+        LayerKV as LayerKV,
+    )
+    from octavo.attention.kv_format import KVFormat as KVFormat, KVGeometry as KVGeometry
+    from octavo.config import EngineConfig as EngineConfig
+    from octavo.engine.executor import Executor as Executor, ModelInfo as ModelInfo
+    from octavo.engine.sampling_params import SamplingParams as SamplingParams
+    from octavo.engine.step import Step as Step, StepOutput as StepOutput, TokenLogprobs as TokenLogprobs
+    from octavo.engine.step_graph import StepGraph as StepGraph
+    from octavo.errors import (
+        CheckpointError as CheckpointError,
+        ConfigError as ConfigError,
+        NoKernelError as NoKernelError,
+        OctavoError as OctavoError,
+        PluginError as PluginError,
+        RequestError as RequestError,
+    )
+    from octavo.front.llm import LLM as LLM
+    from octavo.front.outputs import (
+        CompletionOutput as CompletionOutput,
+        Logprob as Logprob,
+        RequestOutput as RequestOutput,
+    )
+    from octavo.hookspecs import API_VERSION as API_VERSION, hookimpl as hookimpl
+    from octavo.model.architectures import DecoderConfig as DecoderConfig, RopeConfig as RopeConfig
+    from octavo.model.checkpoint import Checkpoint as Checkpoint, CheckpointReader as CheckpointReader
+    from octavo.model.ops import FusedOps as FusedOps
+    from octavo.platforms import Platform as Platform
+    from octavo.plugins import PluginInfo as PluginInfo, Registry as Registry, discover as discover
+    from octavo.quant.config import Golden as Golden, QuantConfig as QuantConfig, QuantSource as QuantSource
+    from octavo.quant.config import TensorInfo as TensorInfo
+    from octavo.quant.linear import LinearMethod as LinearMethod, LinearRequest as LinearRequest
+    from octavo.quant.quantizer import Quantizer as Quantizer, round_to_nearest as round_to_nearest
+    from octavo.quant.weight import (
+        ActivationSpec as ActivationSpec,
+        LinearLayer as LinearLayer,
+        QuantizedWeight as QuantizedWeight,
+        WeightSpec as WeightSpec,
+    )
+
+_HOMES = {
+    "octavo.attention.backend": "AttentionBackend AttentionBatch AttentionLayer AttentionRequest LayerKV",
+    "octavo.attention.kv_format": "KVFormat KVGeometry",
+    "octavo.config": "EngineConfig",
+    "octavo.engine.executor": "Executor ModelInfo",
+    "octavo.engine.sampling_params": "SamplingParams",
+    "octavo.engine.step": "Step StepOutput TokenLogprobs",
+    "octavo.engine.step_graph": "StepGraph",
+    "octavo.errors": "CheckpointError ConfigError NoKernelError OctavoError PluginError RequestError",
+    "octavo.front.llm": "LLM",
+    "octavo.front.outputs": "CompletionOutput Logprob RequestOutput",
+    "octavo.hookspecs": "API_VERSION hookimpl",
+    "octavo.model.architectures": "DecoderConfig RopeConfig",
+    "octavo.model.checkpoint": "Checkpoint CheckpointReader",
+    "octavo.model.ops": "FusedOps",
+    "octavo.platforms": "Platform",
+    "octavo.plugins": "PluginInfo Registry discover",
+    "octavo.quant.config": "Golden QuantConfig QuantSource TensorInfo",
+    "octavo.quant.linear": "LinearMethod LinearRequest",
+    "octavo.quant.quantizer": "Quantizer round_to_nearest",
+    "octavo.quant.weight": "ActivationSpec LinearLayer QuantizedWeight WeightSpec",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'octavo' has no attribute '{name}'")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

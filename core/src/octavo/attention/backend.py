@@ -1,0 +1,139 @@
+"""The contract of an attention kernel, what it is told about a step, and how one is chosen.
+
+A backend reads KV blocks and never writes them; `KVFormat` writes. What a step looks like is planned once (`plan`), then
+every layer is a `forward`. Nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, NoKernelError
+from octavo.platforms import Platform
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """The K and V blocks of one layer: `key` and `value` (num_blocks, kv_heads, block_size, head_dim).
+
+    `key_scale` and `value_scale` (num_blocks, kv_heads, block_size) exist only in formats with a scale per token and head.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors present; each has the blocks as its first dimension."""
+        found = (self.key, self.value, self.key_scale, self.value_scale)
+        return tuple(t for t in found if t is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """What one step computes, for `requests` sequences and `tokens` scheduled tokens. Prefill and decode look alike.
+
+    Tokens of a request are consecutive and end at its `seq_lens`. Index tensors are int32 on the compute device.
+    """
+
+    query_start_loc: Tensor  # (requests + 1,) first scheduled token of each request
+    seq_lens: Tensor  # (requests,) tokens of the request once this step is done
+    block_tables: Tensor  # (requests, max_blocks); entries past a request's last block are undefined, but valid ids
+    slot_mapping: Tensor  # (tokens,) int64 slot = block * block_size + offset that each token's K and V go to
+    prompt_lens: Tensor  # (requests,)
+    query_lens_list: Sequence[int]  # the same numbers on the host
+    seq_lens_list: Sequence[int]
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """The constants of one layer's attention: softmax(scale * q k^T, masked) v.
+
+    `sliding_window` w lets position p see p - w + 1 ... p; `soft_cap` c replaces scores s by c * tanh(s / c).
+    """
+
+    index: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRequest:
+    """A model that needs an attention kernel: its layers, the compute type, and how KV is stored."""
+
+    layers: Sequence[AttentionLayer]
+    dtype: torch.dtype
+    block_size: int
+    kv_dtype: torch.dtype  # storage type that the backend would read
+    platform: Platform
+
+
+class AttentionBackend(ABC):
+    """A paged attention kernel. `rank` as in LinearMethod. `loads` are the KV storage types it reads natively."""
+
+    name: ClassVar[str]
+    rank: ClassVar[int]
+    loads: ClassVar[frozenset[torch.dtype]]
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, request: AttentionRequest) -> str | None:
+        """None if this kernel serves all layers of the request, else a sentence for the user. Never raises."""
+
+    @abstractmethod
+    def __init__(self, request: AttentionRequest) -> None: ...
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> Any:
+        """Prepares a step; the result is handed to each `forward` of that step."""
+
+    @abstractmethod
+    def forward(self, layer: AttentionLayer, query: Tensor, kv: LayerKV, plan: Any) -> Tensor:
+        """query (tokens, heads, head_dim) -> (tokens, heads, head_dim), causal. Head h reads KV head h // (heads / kv_heads).
+
+        Reads only slots that belong to the batch's sequences: any other slot may hold NaN.
+        """
+
+
+def select_attention(
+    request: AttentionRequest,
+    backends: Sequence[type[AttentionBackend]],
+    wanted: str | None = None,
+    decodes: bool = False,
+) -> tuple[type[AttentionBackend], tuple[tuple[str, str], ...]]:
+    """The willing backend of the highest rank, and what better ones said against it.
+
+    `wanted` names one backend and admits no other. `decodes` says that the KV format offers decoded blocks to backends that
+    do not load its storage type. Raises NoKernelError with all reasons, ConfigError for a wanted backend that cannot serve.
+    """
+    refusals: list[tuple[str, str]] = []
+    ranked = sorted(backends, key=lambda b: -b.rank)
+    if wanted is not None:
+        ranked = [b for b in ranked if b.name == wanted]
+        if not ranked:
+            known = ", ".join(sorted(b.name for b in backends))
+            raise ConfigError(f"--attention-backend {wanted}: no such backend; installed: {known}")
+    for backend in ranked:
+        reason = backend.why_not(request)
+        if reason is None and not decodes and request.kv_dtype not in backend.loads:
+            reason = f"does not read {request.kv_dtype} blocks"
+        if reason is None:
+            return backend, tuple(refusals)
+        refusals.append((backend.name, reason))
+    lines = [f"  {name}: {reason}" for name, reason in refusals]
+    if wanted is not None:
+        raise ConfigError("\n".join([f"--attention-backend {wanted} cannot serve this model:", *lines]))
+    raise NoKernelError("\n".join(["no attention backend can serve this model:", *lines]))

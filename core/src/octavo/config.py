@@ -1,0 +1,188 @@
+"""Every engine setting, defined once: its name, type, default and help.
+
+From this one definition come the Python arguments of `LLM`, the command line flags, the `OCTAVO_*` environment variables and
+the keys of a `--config` YAML file. A value given in Python or on the command line wins over the environment, which wins over
+the file, which wins over the default. Names and defaults follow vLLM's where the thing is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from octavo.errors import ConfigError
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+
+
+def _human_int(value: Any) -> Any:
+    """Reads "8k" (8000), "8K" or "8Ki" (8192), "4GiB" as vLLM does: a small letter is decimal, a capital one binary."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"([\d_.]+)\s*([kmgKMGT]?)i?B?", value.strip())
+        if match:
+            number, unit = match.groups()
+            return int(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS[unit]
+    return value
+
+
+def _pairs(value: Any) -> Any:
+    """Reads "a=1,b=2" as {"a": "1", "b": "2"}."""
+    if isinstance(value, str):
+        items = [item for item in value.split(",") if item]
+        if bad := [item for item in items if "=" not in item]:
+            raise ValueError(f"expected PATTERN=NAME, got '{bad[0]}'")
+        return dict(item.rsplit("=", 1) for item in items)
+    return value
+
+
+def _names(value: Any) -> Any:
+    """Reads "a,b" as ("a", "b")."""
+    return tuple(item for item in value.split(",") if item) if isinstance(value, str) else value
+
+
+HumanInt = Annotated[int, BeforeValidator(_human_int)]
+Pairs = Annotated[dict[str, str], BeforeValidator(_pairs)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+
+
+class EngineConfig(BaseModel):
+    """The settings of one engine. Immutable; unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: str = Field(description="Folder of the model, in Hugging Face layout.")
+    tokenizer: str | None = Field(None, description="Folder of the tokenizer, if it is not the model's.")
+    quantization: str | None = Field(
+        None,
+        description="Format that the checkpoint must have. It is read from the checkpoint; this only guards against a mix-up.",
+        json_schema_extra={"short": "-q"},
+    )
+    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = Field(
+        "auto",
+        description="Type to compute in. auto: the checkpoint's on a GPU; float32 on a CPU, which computes it fastest.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute. auto: CUDA where there is one.")
+    seed: int = Field(0, description="Seed of all sampling that brings no seed of its own.")
+    max_model_len: HumanInt | None = Field(
+        None, ge=1, description="Longest prompt plus output, in tokens. Default: what the model was made for."
+    )
+    max_num_seqs: HumanInt = Field(256, ge=1, description="Most sequences that run at once.")
+    max_num_batched_tokens: HumanInt = Field(2048, ge=1, description="Most tokens computed in one step.")
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens in one block of KV memory.")
+    num_blocks_override: HumanInt | None = Field(
+        None,
+        ge=1,
+        description="Number of KV blocks, instead of what memory allows.",
+        json_schema_extra={"flags": ["--num-gpu-blocks-override"]},
+    )
+    kv_cache_memory_bytes: HumanInt | None = Field(
+        None, ge=1, description="Bytes of KV memory, instead of a share of what is free. Accepts 4GiB."
+    )
+    kv_cache_memory_utilization: float = Field(
+        0.5, gt=0, le=1, description="Share of the memory left after the weights that KV blocks may take."
+    )
+    kv_cache_dtype: str = Field("auto", description="How K and V are stored. auto: in the type computed in.")
+    enable_prefix_caching: bool = Field(True, description="Keep finished KV blocks and reuse them for equal prefixes.")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs", description="fcfs: by arrival. priority: by each request's priority (lower first), then arrival."
+    )
+    max_logprobs: int = Field(20, ge=0, description="Most logprobs per token that a request may ask for.")
+    max_num_sequences_per_request: int = Field(128, ge=1, description="Largest n that a request may ask for.")
+    linear_kernels: Pairs = Field(
+        {},
+        description="Kernel for layers by pattern, PATTERN=KERNEL[,...]; 'KERNEL?' where it can run. Default: the best.",
+    )
+    attention_backend: str | None = Field(None, description="Attention kernel. Default: the best that can serve.")
+    distributed_executor_backend: str = Field("uni", description="What runs the workers. uni: this process.")
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="Workers that share each layer.", json_schema_extra={"short": "-tp"}
+    )
+    ignore_tensors: Names = Field(
+        (), description="Patterns of tensors in the checkpoint to leave unread without complaint."
+    )
+    disable_plugins: Names = Field((), description="Plugins not to load, by name.")
+    strict_plugins: bool = Field(False, description="Refuse to start if any plugin fails to load.")
+    disable_progress: bool = Field(False, description="Show no progress bars.")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe(error, "setting")) from None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs ({self.max_num_seqs}) exceeds max_num_batched_tokens ({self.max_num_batched_tokens}): "
+                "each running sequence needs one token a step; lower the first or raise the second"
+            )
+        return self
+
+    @classmethod
+    def load(
+        cls,
+        values: Mapping[str, Any],
+        file: str | Path | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Merges explicit values, `OCTAVO_*` variables and a YAML file, in this order of precedence.
+
+        Raises ConfigError that names the setting and where its value came from.
+        """
+        merged: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        if file is not None:
+            for key, value in _read_yaml(Path(file)).items():
+                name = str(key).replace("-", "_")
+                merged[name], origin[name] = value, f"file {file}"
+        environ = os.environ if environ is None else environ
+        for name in cls.model_fields:
+            if (variable := f"OCTAVO_{name.upper()}") in environ:
+                merged[name], origin[name] = environ[variable], f"environment variable {variable}"
+        for name, value in values.items():
+            merged[name], origin[name] = value, "argument"
+        try:
+            return cls(**merged)
+        except ConfigError as error:
+            places = [f"  {name} comes from {place}" for name, place in origin.items() if f"'{name}'" in str(error)]
+            raise ConfigError("\n".join([str(error), *places])) from None
+
+
+def _read_yaml(path: Path) -> Mapping[Any, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot read the file: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: expected settings as 'name: value' lines, found {type(content).__name__}")
+    return content
+
+
+def describe(error: ValidationError, noun: str) -> str:
+    """A pydantic error as one line per field: what was given, and what is wrong with it."""
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown {noun} '{name}'")
+        elif item["type"] == "missing":
+            lines.append(f"{noun} '{name}' is required")
+        elif name:
+            lines.append(f"{noun} '{name}': {_lower(item['msg'])}, got {item['input']!r}")
+        else:
+            lines.append(_lower(item["msg"].removeprefix("Value error, ")))
+    return "; ".join(lines)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,138 @@
+"""One sequence on its way through the engine. The scheduler owns it and is alone in changing it. No torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from enum import IntEnum
+
+from octavo.engine.sampling_params import SamplingParams
+
+
+class Status(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    SWAPPED = 2
+    FINISHED = 3
+
+
+class Request:
+    """A sequence: its tokens so far, its blocks, and how many tokens' K and V the blocks hold.
+
+    `token_ids` is the prompt followed by the output. `num_computed_tokens` of them are in the KV cache; the request lacks
+    the rest. `limit_tokens` is the most tokens it may ever have; `end_token_ids` end it once `min_tokens` are out.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_ids",
+        "cache_node",
+        "cache_root",
+        "cumulative_logprob",
+        "end_token_ids",
+        "finish_reason",
+        "hit_version",
+        "hits",
+        "limit_tokens",
+        "min_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_pending_forks",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "parent_id",
+        "params",
+        "priority",
+        "request_id",
+        "rng",
+        "sequence_index",
+        "shares_last_block",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        arrival: int = 0,
+        priority: int = 0,
+        limit_tokens: int = 1 << 62,
+        end_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        cache_root: object = None,
+    ) -> None:
+        self.request_id = request_id
+        self.parent_id = request_id
+        self.sequence_index = 0
+        self.params = params
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.min_tokens = params.min_tokens
+        self.limit_tokens = limit_tokens
+        self.end_token_ids = end_token_ids
+        self.arrival = arrival
+        self.priority = priority
+        self.rng = random.Random(seed)
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.cumulative_logprob = 0.0
+        self.num_pending_forks = params.n - 1
+        self.num_preemptions = 0
+        self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None  # prefix hit at first admission
+        self.block_ids: list[int] = []
+        self.shares_last_block = False  # a fork may hold the same, partly filled, last block
+        self.cache_root = cache_root  # requests with different roots never share blocks
+        self.cache_node: object = cache_root  # prefix chain of the blocks published so far
+        self.num_published_blocks = 0
+        self.hits: list[int] = []  # prefix hit, remembered while the pool's cache is unchanged
+        self.hit_version = -1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def fork(self, index: int, seed: int) -> Request:
+        """Sequence `index` of this request: same tokens and KV so far, its own random numbers. Blocks are not yet shared."""
+        child = Request(
+            f"{self.parent_id}:{index}",
+            self.token_ids,
+            self.params,
+            arrival=self.arrival,
+            priority=self.priority,
+            limit_tokens=self.limit_tokens,
+            end_token_ids=self.end_token_ids,
+            seed=seed,
+            cache_root=self.cache_root,
+        )
+        child.parent_id = self.parent_id
+        child.sequence_index = index
+        child.num_pending_forks = 0
+        child.num_prompt_tokens = self.num_prompt_tokens
+        child.num_computed_tokens = self.num_computed_tokens
+        child.num_cached_tokens = self.num_cached_tokens
+        child.cache_node = self.cache_node
+        child.num_published_blocks = self.num_published_blocks
+        return child
+
+    def __repr__(self) -> str:
+        computed = f"{self.num_computed_tokens}/{len(self.token_ids)}"
+        return f"Request({self.request_id}, {self.status.name}, {computed} tokens, {len(self.block_ids)} blocks)"

@@ -1,0 +1,72 @@
+"""The elementwise kernels of a decoder: the contract that a plugin may fill, and its torch default."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.platforms import Platform
+
+
+class FusedOps(ABC):
+    """One set of elementwise kernels; the willing set of the highest `rank` serves the whole model."""
+
+    name: ClassVar[str]
+    rank: ClassVar[int]
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, platform: Platform, dtype: torch.dtype) -> str | None:
+        """None if these kernels run here in this compute type, else a sentence."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x (..., size) / rms(x) * weight (size,), the mean in fp32."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+
+    @abstractmethod
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding of x (tokens, heads, head_dim) in half-split pairs, by cos and sin (tokens, rotary_dim / 2)."""
+
+    @abstractmethod
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up, for gate_up (tokens, 2 * size) -> (tokens, size). `activation`: "silu", "gelu", "gelu_tanh"."""
+
+
+class TorchOps(FusedOps):
+    """Plain torch, on any device: the reference."""
+
+    name = "torch"
+    rank = 0
+
+    @classmethod
+    def why_not(cls, platform: Platform, dtype: torch.dtype) -> str | None:
+        return None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = cos.shape[-1]
+        cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+        left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1)
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "silu":
+            return F.silu(gate) * up
+        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
