@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -25,6 +24,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "bad_word_ids",
         "block_ids",
         "cache_node",
         "cache_root",
@@ -45,7 +45,7 @@ class Request:
         "params",
         "priority",
         "request_id",
-        "rng",
+        "seed",
         "sequence_index",
         "shares_last_block",
         "status",
@@ -63,6 +63,7 @@ class Request:
         priority: int = 0,
         limit_tokens: int = 1 << 62,
         end_token_ids: frozenset[int] = frozenset(),
+        bad_word_ids: Sequence[Sequence[int]] = (),
         seed: int = 0,
         cache_root: object = None,
     ) -> None:
@@ -77,7 +78,8 @@ class Request:
         self.end_token_ids = end_token_ids
         self.arrival = arrival
         self.priority = priority
-        self.rng = random.Random(seed)
+        self.bad_word_ids = bad_word_ids  # token sequences that may not be completed
+        self.seed = seed  # random numbers are a function of (seed, position, sequence_index): no state to rewind
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -110,7 +112,7 @@ class Request:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
-    def fork(self, index: int, seed: int) -> Request:
+    def fork(self, index: int) -> Request:
         """Sequence `index` of this request: same tokens and KV so far, its own random numbers. Blocks are not yet shared."""
         child = Request(
             f"{self.parent_id}:{index}",
@@ -120,7 +122,8 @@ class Request:
             priority=self.priority,
             limit_tokens=self.limit_tokens,
             end_token_ids=self.end_token_ids,
-            seed=seed,
+            bad_word_ids=self.bad_word_ids,
+            seed=self.seed,
             cache_root=self.cache_root,
         )
         child.parent_id = self.parent_id
