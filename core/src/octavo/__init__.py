@@ -14,45 +14,86 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from octavo.attention.backend import (
         AttentionBackend as AttentionBackend,
+    )
+    from octavo.attention.backend import (
         AttentionBatch as AttentionBatch,
+    )
+    from octavo.attention.backend import (
         AttentionLayer as AttentionLayer,
+    )
+    from octavo.attention.backend import (
         AttentionRequest as AttentionRequest,
+    )
+    from octavo.attention.backend import (
         LayerKV as LayerKV,
     )
-    from octavo.attention.kv_format import KVFormat as KVFormat, KVGeometry as KVGeometry
+    from octavo.attention.kv_format import KVFormat as KVFormat
+    from octavo.attention.kv_format import KVGeometry as KVGeometry
     from octavo.config import EngineConfig as EngineConfig
-    from octavo.engine.executor import Executor as Executor, ModelInfo as ModelInfo
+    from octavo.engine.executor import Executor as Executor
+    from octavo.engine.executor import ModelInfo as ModelInfo
     from octavo.engine.sampling_params import SamplingParams as SamplingParams
-    from octavo.engine.step import Step as Step, StepOutput as StepOutput, TokenLogprobs as TokenLogprobs
+    from octavo.engine.step import Step as Step
+    from octavo.engine.step import StepOutput as StepOutput
+    from octavo.engine.step import TokenLogprobs as TokenLogprobs
     from octavo.engine.step_graph import StepGraph as StepGraph
     from octavo.errors import (
         CheckpointError as CheckpointError,
+    )
+    from octavo.errors import (
         ConfigError as ConfigError,
+    )
+    from octavo.errors import (
         NoKernelError as NoKernelError,
+    )
+    from octavo.errors import (
         OctavoError as OctavoError,
+    )
+    from octavo.errors import (
         PluginError as PluginError,
+    )
+    from octavo.errors import (
         RequestError as RequestError,
     )
     from octavo.front.llm import LLM as LLM
     from octavo.front.outputs import (
         CompletionOutput as CompletionOutput,
+    )
+    from octavo.front.outputs import (
         Logprob as Logprob,
+    )
+    from octavo.front.outputs import (
         RequestOutput as RequestOutput,
     )
-    from octavo.hookspecs import API_VERSION as API_VERSION, hookimpl as hookimpl
-    from octavo.model.architectures import DecoderConfig as DecoderConfig, RopeConfig as RopeConfig
-    from octavo.model.checkpoint import Checkpoint as Checkpoint, CheckpointReader as CheckpointReader
+    from octavo.hookspecs import API_VERSION as API_VERSION
+    from octavo.hookspecs import hookimpl as hookimpl
+    from octavo.model.architectures import DecoderConfig as DecoderConfig
+    from octavo.model.architectures import RopeConfig as RopeConfig
+    from octavo.model.checkpoint import Checkpoint as Checkpoint
+    from octavo.model.checkpoint import CheckpointReader as CheckpointReader
     from octavo.model.ops import FusedOps as FusedOps
     from octavo.platforms import Platform as Platform
-    from octavo.plugins import PluginInfo as PluginInfo, Registry as Registry, discover as discover
-    from octavo.quant.config import Golden as Golden, QuantConfig as QuantConfig, QuantSource as QuantSource
+    from octavo.plugins import PluginInfo as PluginInfo
+    from octavo.plugins import Registry as Registry
+    from octavo.plugins import discover as discover
+    from octavo.quant.config import Golden as Golden
+    from octavo.quant.config import QuantConfig as QuantConfig
+    from octavo.quant.config import QuantSource as QuantSource
     from octavo.quant.config import TensorInfo as TensorInfo
-    from octavo.quant.linear import LinearMethod as LinearMethod, LinearRequest as LinearRequest
-    from octavo.quant.quantizer import Quantizer as Quantizer, round_to_nearest as round_to_nearest
+    from octavo.quant.linear import LinearMethod as LinearMethod
+    from octavo.quant.linear import LinearRequest as LinearRequest
+    from octavo.quant.quantizer import Quantizer as Quantizer
+    from octavo.quant.quantizer import round_to_nearest as round_to_nearest
     from octavo.quant.weight import (
         ActivationSpec as ActivationSpec,
+    )
+    from octavo.quant.weight import (
         LinearLayer as LinearLayer,
+    )
+    from octavo.quant.weight import (
         QuantizedWeight as QuantizedWeight,
+    )
+    from octavo.quant.weight import (
         WeightSpec as WeightSpec,
     )
 
@@ -79,7 +120,7 @@ _HOMES = {
     "octavo.quant.weight": "ActivationSpec LinearLayer QuantizedWeight WeightSpec",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:

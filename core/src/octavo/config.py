@@ -66,7 +66,9 @@ class EngineConfig(BaseModel):
         "auto",
         description="Type to compute in. auto: the checkpoint's on a GPU; float32 on a CPU, which computes it fastest.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute. auto: CUDA where there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where to compute. auto: CUDA where there is one."
+    )
     seed: int = Field(0, description="Seed of all sampling that brings no seed of its own.")
     max_model_len: HumanInt | None = Field(
         None, ge=1, description="Longest prompt plus output, in tokens. Default: what the model was made for."

@@ -63,9 +63,7 @@ def octavo_linear_methods(platform: Platform) -> Sequence[type[LinearMethod]]:
 
 
 @hookspec(firstresult=True)
-def octavo_select_linear(
-    request: LinearRequest, candidates: Sequence[type[LinearMethod]]
-) -> type[LinearMethod] | None:
+def octavo_select_linear(request: LinearRequest, candidates: Sequence[type[LinearMethod]]) -> type[LinearMethod] | None:
     """Picks one of the willing kernels for a layer instead of the highest rank (an autotuner, say). None: no opinion."""
 
 

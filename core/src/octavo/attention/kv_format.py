@@ -101,8 +101,8 @@ class Float32KV(PlainKV):
     """K and V in fp32, whatever the compute type."""
 
     name = "float32"
-    other_names = ("float",)
-    _storage = torch.float32
+    other_names: ClassVar[tuple[str, ...]] = ("float",)
+    _storage: ClassVar[torch.dtype] = torch.float32
 
     @property
     def storage(self) -> torch.dtype:

@@ -44,7 +44,10 @@ class ReferenceAttention(AttentionBackend):
             if layer.soft_cap is not None:
                 scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
             if length > 1:
-                ahead = torch.arange(seen, seq_len, device=q.device) - torch.arange(first, seq_len, device=q.device)[:, None]
+                ahead = (
+                    torch.arange(seen, seq_len, device=q.device)
+                    - torch.arange(first, seq_len, device=q.device)[:, None]
+                )
                 hidden = ahead > 0
                 if layer.sliding_window is not None:
                     hidden |= ahead <= -layer.sliding_window

@@ -10,6 +10,7 @@ from octavo.engine.step import Step, StepOutput
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
+    from octavo.model.plan import LinearReport
     from octavo.plugins import Registry
 
 
@@ -21,6 +22,8 @@ class ModelInfo:
     max_model_len: int
     end_token_ids: frozenset[int]  # from config.json and generation_config.json
     stretches_beyond: int | None = None  # prompts longer than this have K that depends on the prompt's length
+    linears: tuple[LinearReport, ...] = ()  # the kernel table
+    attention: str = ""  # the attention backend
 
 
 class Executor(ABC):
@@ -46,5 +49,5 @@ class Executor(ABC):
     def execute(self, step: Step) -> StepOutput:
         """Computes one step: same order as `step.requests`. Raises only when the step as a whole failed."""
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Frees workers and memory. May be called twice."""

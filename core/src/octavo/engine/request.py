@@ -31,7 +31,7 @@ class Request:
         "cumulative_logprob",
         "end_token_ids",
         "finish_reason",
-        "hit_version",
+        "hit_evictions",
         "hits",
         "limit_tokens",
         "min_tokens",
@@ -41,8 +41,8 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published_blocks",
-        "parent_id",
         "params",
+        "parent_id",
         "priority",
         "request_id",
         "seed",
@@ -59,7 +59,6 @@ class Request:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
-        arrival: int = 0,
         priority: int = 0,
         limit_tokens: int = 1 << 62,
         end_token_ids: frozenset[int] = frozenset(),
@@ -76,7 +75,7 @@ class Request:
         self.min_tokens = params.min_tokens
         self.limit_tokens = limit_tokens
         self.end_token_ids = end_token_ids
-        self.arrival = arrival
+        self.arrival = 0  # order of arrival, set by the scheduler
         self.priority = priority
         self.bad_word_ids = bad_word_ids  # token sequences that may not be completed
         self.seed = seed  # random numbers are a function of (seed, position, sequence_index): no state to rewind
@@ -93,8 +92,8 @@ class Request:
         self.cache_root = cache_root  # requests with different roots never share blocks
         self.cache_node: object = cache_root  # prefix chain of the blocks published so far
         self.num_published_blocks = 0
-        self.hits: list[int] = []  # prefix hit, remembered while the pool's cache is unchanged
-        self.hit_version = -1
+        self.hits: list[int] = []  # prefix found while waiting; see BlockPool.find_prefix
+        self.hit_evictions = -1
 
     @property
     def num_tokens(self) -> int:
@@ -118,7 +117,6 @@ class Request:
             f"{self.parent_id}:{index}",
             self.token_ids,
             self.params,
-            arrival=self.arrival,
             priority=self.priority,
             limit_tokens=self.limit_tokens,
             end_token_ids=self.end_token_ids,
@@ -127,6 +125,7 @@ class Request:
             cache_root=self.cache_root,
         )
         child.parent_id = self.parent_id
+        child.arrival = self.arrival
         child.sequence_index = index
         child.num_pending_forks = 0
         child.num_prompt_tokens = self.num_prompt_tokens

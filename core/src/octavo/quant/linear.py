@@ -81,6 +81,9 @@ class DenseMethod(LinearMethod):
             return f"computes with plain weights only, these are {request.spec}"
         return None
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, weight: QuantizedWeight, request: LinearRequest) -> None:
         super().__init__(weight, request)
         self.register_buffer("weight", weight.dequantize(request.dtype).contiguous())
@@ -103,6 +106,12 @@ class ReferenceMethod(LinearMethod):
         if request.spec.activation is not None:
             return f"leaves inputs unquantised, the layer wants {request.spec.activation}"
         return None
+
+    codes: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    group_index: Tensor | None
+    bias: Tensor | None
 
     def __init__(self, weight: QuantizedWeight, request: LinearRequest) -> None:
         super().__init__(weight, request)

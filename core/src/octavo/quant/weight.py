@@ -148,9 +148,7 @@ class QuantizedWeight:
             expect("type of the weight", True, self.codes.dtype.is_floating_point)
             floats["weight"] = self.codes
         else:
-            groups = tuple(
-                _num_groups(n, g) for n, g in zip(self.codes.shape, self.spec.group_shape, strict=True)
-            )
+            groups = tuple(_num_groups(n, g) for n, g in zip(self.codes.shape, self.spec.group_shape, strict=True))
             if self.group_index is not None and self.scales is not None:
                 groups = (groups[0], self.scales.shape[1])
             expect("shape of the scales", groups, None if self.scales is None else tuple(self.scales.shape))
@@ -161,7 +159,7 @@ class QuantizedWeight:
             if self.group_index is not None:
                 expect("shape of group_index", (layer.in_features,), tuple(self.group_index.shape))
                 low, high = int(self.group_index.min()), int(self.group_index.max())
-                expect(f"range of group_index ({low}..{high})", True, 0 <= low and high < groups[1])
+                expect(f"range of group_index ({low}..{high})", True, low >= 0 and high < groups[1])
             if (code := CODES.get(self.spec.code)) is not None:
                 expect("type of the codes", code.dtype, self.codes.dtype)
                 if code.dtype in (torch.uint8, torch.int8) and self.codes.numel():
@@ -220,9 +218,7 @@ class QuantizedWeight:
 
         Groups that straddle a bound are shared by both sides: the part then carries an explicit `group_index`.
         """
-        part = replace(
-            self, codes=self.codes[:, start:stop].contiguous(), bias=self.bias if start == 0 else None
-        )
+        part = replace(self, codes=self.codes[:, start:stop].contiguous(), bias=self.bias if start == 0 else None)
         if self.scales is None or (self.scales.shape[1] == 1 and self.group_index is None):
             return part
         if self.group_index is not None:

@@ -1,0 +1,215 @@
+"""The command line: `octavo generate | inspect | plugins | check-plugin`.
+
+Parsing imports neither torch nor transformers, so `octavo --help` answers at once; each command imports what it needs.
+Errors meant for people are printed without a traceback and end with their exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from octavo import __version__
+from octavo.config import EngineConfig
+from octavo.errors import OctavoError, RequestError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    parser = build_parser()
+    options = vars(parser.parse_args(arguments))
+    logging.basicConfig(
+        level=logging.DEBUG if options.pop("debug") else logging.INFO,
+        format="%(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    logging.captureWarnings(True)
+    command = options.pop("command")
+    options.pop("name", None)
+    try:
+        return int(command(options))
+    except OctavoError as error:
+        print(f"octavo: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("octavo: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="octavo", description="Serves large language models from paged KV memory.")
+    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="name")
+
+    def command(name: str, function: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, formatter_class=argparse.HelpFormatter)
+        sub.add_argument("--debug", action="store_true", help="Log everything.")
+        sub.set_defaults(command=function)
+        return sub
+
+    generate = command("generate", _generate, "Complete prompts with a model, streaming the text.")
+    _add_engine_settings(generate)
+    generate.add_argument("--prompt", action="append", help="A prompt; may be repeated. Default: lines of stdin.")
+    generate.add_argument("--file", help="File with one prompt a line ('-': stdin).")
+    generate.add_argument(
+        "--chat", action="store_true", help="Send each prompt as a user's message through the template."
+    )
+    generate.add_argument("--json", action="store_true", help="Print one JSON object for each output instead of text.")
+    from octavo.engine.sampling_params import SamplingParams
+
+    _add_settings(
+        generate.add_argument_group("sampling"),
+        SamplingParams,
+        skip=frozenset(["seed", "logit_bias"]),
+        prefix="sampling_",
+    )
+
+    inspect = command(
+        "inspect", _inspect, "Show what would run: each layer's scheme and kernel, and the KV memory plan."
+    )
+    _add_engine_settings(inspect)
+    inspect.add_argument("--json", action="store_true", help="Print JSON.")
+    inspect.add_argument("--all", action="store_true", help="Show every layer, not one line for layers alike.")
+
+    plugins = command("plugins", _plugins, "List installed plugins, what they fill, and why any failed.")
+    plugins.add_argument("-v", "--verbose", action="store_true", help="Show tracebacks of failed plugins.")
+    plugins.add_argument("--json", action="store_true", help="Print JSON.")
+    _add_settings(plugins, EngineConfig, only=frozenset(["disable_plugins", "strict_plugins", "device"]))
+
+    check = command("check-plugin", _check_plugin, "Prove a plugin against the reference with the conformance kit.")
+    check.add_argument("plugin", help="Name of the plugin, as `octavo plugins` lists it.")
+    check.add_argument("-v", "--verbose", action="store_true", help="Show each test.")
+    return parser
+
+
+# --- settings as flags
+
+
+def _add_engine_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_path", metavar="MODEL", nargs="?", help="Folder of the model.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings.")
+    _add_settings(parser.add_argument_group("engine"), EngineConfig)
+
+
+def _add_settings(
+    group: Any,
+    model: type[BaseModel],
+    *,
+    only: frozenset[str] | None = None,
+    skip: frozenset[str] = frozenset(),
+    prefix: str = "",
+) -> None:
+    """Adds one flag for each field of a settings model; absent flags leave no trace, so that other sources count."""
+    for name, field in model.model_fields.items():
+        if name in skip or (only is not None and name not in only):
+            continue
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        flags = [f"--{name.replace('_', '-')}"]
+        if short := extra.get("short"):
+            flags.append(str(short))
+        flags += [str(flag) for flag in (extra.get("flags") or [])]  # type: ignore[union-attr]
+        options: dict[str, Any] = {"dest": prefix + name, "default": argparse.SUPPRESS, "help": _help(field)}
+        choices = _choices(field.annotation)
+        if field.annotation is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif choices:
+            options["choices"] = choices
+        else:
+            options["metavar"] = name.rpartition("_")[2].upper()
+        if name == "stop" or name == "bad_words":
+            options["action"] = "append"
+        group.add_argument(*flags, **options)
+
+
+def _help(field: FieldInfo) -> str:
+    text = (field.description or "").replace("%", "%%")
+    if not field.is_required() and field.default not in (None, (), {}) and "Default" not in text:
+        text += f" Default: {field.default}."
+    return text
+
+
+def _choices(annotation: Any) -> list[str]:
+    values = get_args(annotation)
+    return list(values) if values and all(isinstance(v, str) for v in values) else []
+
+
+def _engine_config(options: dict[str, Any]) -> EngineConfig:
+    values = {name: options[name] for name in EngineConfig.model_fields if name in options}
+    path = options.get("model_path")
+    if path is not None:
+        values["model"] = path
+    return EngineConfig.load(values, options.get("config"))
+
+
+def _sampling_params(options: dict[str, Any]) -> Any:
+    from octavo.engine.sampling_params import SamplingParams
+
+    values = {k.removeprefix("sampling_"): v for k, v in options.items() if k.startswith("sampling_")}
+    for name, value in values.items():
+        if isinstance(value, str) and name.endswith("token_ids"):
+            values[name] = [item for item in value.split(",") if item]
+        elif value == "none":
+            values[name] = None
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 128, **values})
+
+
+# --- commands
+
+
+def _generate(options: dict[str, Any]) -> int:
+    from octavo.front.commands import generate
+
+    prompts = list(options["prompt"] or [])
+    if options["file"] is not None or not prompts:
+        prompts += _read_prompts(options["file"] or "-")
+    if not prompts:
+        raise RequestError("no prompt: give --prompt, --file, or lines on stdin", param="prompt")
+    return generate(
+        _engine_config(options), prompts, _sampling_params(options), chat=options["chat"], as_json=options["json"]
+    )
+
+
+def _read_prompts(file: str) -> list[str]:
+    if file == "-":
+        lines = sys.stdin.read().splitlines()
+    else:
+        try:
+            with open(file, encoding="utf-8") as handle:
+                lines = handle.read().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--file {file}: cannot read prompts: {error}", param="prompt") from None
+    return [line for line in lines if line.strip()]
+
+
+def _inspect(options: dict[str, Any]) -> int:
+    from octavo.front.commands import inspect
+
+    return inspect(_engine_config(options), as_json=options["json"], every_layer=options["all"])
+
+
+def _plugins(options: dict[str, Any]) -> int:
+    from octavo.front.commands import plugins
+
+    names = ("disable_plugins", "strict_plugins", "device")
+    config = EngineConfig.load({"model": "-", **{n: options[n] for n in names if n in options}})
+    return plugins(config, verbose=options["verbose"], as_json=options["json"])
+
+
+def _check_plugin(options: dict[str, Any]) -> int:
+    from octavo.front.commands import check_plugin
+
+    return check_plugin(options["plugin"], verbose=options["verbose"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""KV blocks as the scheduler sees them: who holds which, which are free, and which hold a known prefix.
+
+Only numbers live here; the bytes are the workers'. Free blocks form one doubly linked list: blocks of no further use at the
+front, reused first, and blocks that hold a published prefix behind them, least recently used first. Every operation is
+O(1) per block, whatever the size of the pool.
+
+The prefix cache is a tree kept in one dict. A published block is a node; its key is (parent node, its tokens), so two
+prompts share a block only if all tokens up to its end are equal: a lookup compares tokens, not hashes, and cannot collide.
+The root of a chain is the request's `cache_root`: requests with different roots (tenants) never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+from octavo.engine.request import Request
+
+
+class BlockPool:
+    """Reference counts, free list and prefix cache of `num_blocks` blocks of `block_size` tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_free = num_blocks
+        self.num_evictions = 0
+        """Cached blocks taken for other use so far: while it stands still, a remembered hit holds."""
+        self.ref_counts = [0] * num_blocks
+        # The free list: entry num_blocks is the sentinel that closes the ring.
+        self._next = [*range(1, num_blocks + 1), 0]
+        self._prev = [num_blocks, *range(num_blocks)]
+        self._index: dict[tuple[object, tuple[int, ...]], int] = {}
+        self._keys: list[tuple[object, tuple[int, ...]] | None] = [None] * num_blocks
+        self._nodes = [0] * num_blocks
+        self._new_node = count(1)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that a later prompt could hit."""
+        return len(self._index)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, num: int) -> list[int]:
+        """Takes `num` free blocks, each with one reference; the caller has checked `num_free`."""
+        assert num <= self.num_free
+        taken = []
+        after, before, keys, sentinel = self._next, self._prev, self._keys, self.num_blocks
+        block = after[sentinel]
+        for _ in range(num):
+            if (key := keys[block]) is not None:
+                del self._index[key]
+                keys[block] = None
+                self.num_evictions += 1
+            self.ref_counts[block] = 1
+            taken.append(block)
+            block = after[block]
+        after[sentinel] = block
+        before[block] = sentinel
+        self.num_free -= num
+        return taken
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Adds a reference to each block; free ones (cached) leave the free list."""
+        for block in block_ids:
+            if self.ref_counts[block] == 0:
+                self._unlink(block)
+            self.ref_counts[block] += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drops a reference to each block of one request, last block first, so that prefixes outlive their ends."""
+        counts, keys = self.ref_counts, self._keys
+        for block in reversed(block_ids):
+            counts[block] -= 1
+            if counts[block] == 0:
+                if keys[block] is None:
+                    self._link(block, self.num_blocks)
+                else:
+                    self._link(block, self._prev[self.num_blocks])
+            else:
+                assert counts[block] > 0, f"block {block} freed twice"
+
+    def _link(self, block: int, left: int) -> None:
+        right = self._next[left]
+        self._next[left] = self._prev[right] = block
+        self._prev[block], self._next[block] = left, right
+        self.num_free += 1
+
+    def _unlink(self, block: int) -> None:
+        left, right = self._prev[block], self._next[block]
+        self._next[left], self._prev[right] = right, left
+        self.num_free -= 1
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """The longest run of published blocks that holds the start of the request, leaving at least one token to compute.
+
+        The result is remembered in the request: while no cached block is evicted, only the part beyond it is looked up.
+        """
+        if request.hit_evictions != self.num_evictions:
+            request.hits.clear()
+            request.hit_evictions = self.num_evictions
+        hits, tokens, size = request.hits, request.token_ids, self.block_size
+        node = self._nodes[hits[-1]] if hits else request.cache_root
+        for start in range(len(hits) * size, len(tokens) - size, size):
+            block = self._index.get((node, tuple(tokens[start : start + size])))
+            if block is None:
+                break
+            hits.append(block)
+            node = self._nodes[block]
+        return hits
+
+    def publish(self, request: Request) -> None:
+        """Makes the request's newly filled blocks available to others. Called after the forward that filled them."""
+        size = self.block_size
+        full = request.num_computed_tokens // size
+        if not self.enable_prefix_caching:
+            request.num_published_blocks = full
+            return
+        for i in range(request.num_published_blocks, full):
+            block = request.block_ids[i]
+            key = (request.cache_node, tuple(request.token_ids[i * size : (i + 1) * size]))
+            holder = self._index.setdefault(key, block)
+            if holder == block and self._keys[block] is None:
+                self._keys[block] = key
+                self._nodes[block] = next(self._new_node)
+            request.cache_node = self._nodes[holder]
+        request.num_published_blocks = full
+
+    def adopt_prefix(self, request: Request, hits: Sequence[int]) -> None:
+        """Gives the request the blocks that `find_prefix` found."""
+        self.share(hits)
+        request.block_ids = list(hits)
+        request.num_computed_tokens = len(hits) * self.block_size
+        request.num_published_blocks = len(hits)
+        request.cache_node = self._nodes[hits[-1]] if hits else request.cache_root
+        request.hits = []
+        request.hit_evictions = -1
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all prefixes; blocks in use stay with their requests."""
+        self._index.clear()
+        self._keys = [None] * self.num_blocks
+        self.num_evictions += 1
+
+    def check(self, holders: Iterable[Sequence[int]]) -> None:
+        """Asserts the invariants against the blocks that all requests hold; for tests, O(pool)."""
+        counts = [0] * self.num_blocks
+        for blocks in holders:
+            for block in blocks:
+                counts[block] += 1
+        assert counts == self.ref_counts, "reference counts differ from the blocks that requests hold"
+        free = []
+        block = self._next[self.num_blocks]
+        while block != self.num_blocks:
+            free.append(block)
+            block = self._next[block]
+        assert len(free) == len(set(free)) == self.num_free
+        assert all(counts[block] == 0 for block in free)
+        assert self.num_free + sum(c > 0 for c in counts) == self.num_blocks
+        cached = [self._keys[block] is not None for block in free]
+        assert cached == sorted(cached), "an uncached block stands behind a cached one"
+        assert all(self._keys[block] == key for key, block in self._index.items())

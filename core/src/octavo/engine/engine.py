@@ -1,0 +1,229 @@
+"""The engine: admits requests, runs the three-call step, and contains what goes wrong to the request it belongs to.
+
+It knows token ids and nothing of text: tokenizing, stop strings and chat live in front of it. Not thread-safe: one thread
+calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from octavo.config import EngineConfig
+from octavo.engine.executor import Executor
+from octavo.engine.request import Request
+from octavo.engine.sampling_params import SamplingParams
+from octavo.engine.scheduler import Scheduler, SchedulerStats
+from octavo.engine.step import Step, StepOutput, TokenLogprobs
+from octavo.errors import ConfigError, RequestError
+from octavo.plugins import Registry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SequenceUpdate:
+    """What one step did for one sequence. `token_id` is -1 where only prompt logprobs came or the sequence ended in error."""
+
+    request_id: str
+    sequence_index: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs_start: int = 0  # of how many prompt tokens, after the first, logprobs were computed before these
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's state now, and its counters since start."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    scheduler: SchedulerStats
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of blocks held by running requests."""
+        return 1 - self.num_free_blocks / self.num_blocks
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of admitted tokens whose K and V were found in the prefix cache."""
+        return self.scheduler.prefix_hits / max(self.scheduler.prefix_queries, 1)
+
+
+class Engine:
+    """Scheduler and executor, and the step between them."""
+
+    def __init__(self, config: EngineConfig, registry: Registry, executor: Executor | None = None) -> None:
+        self.config = config
+        if executor is None:
+            name = config.distributed_executor_backend
+            if name not in registry.executors:
+                known = ", ".join(sorted(registry.executors))
+                raise ConfigError(f"--distributed-executor-backend {name}: no such executor; installed: {known}")
+            executor = registry.executors[name](config, registry)
+        self.executor = executor
+        self.model_info = executor.model_info
+        self.scheduler = Scheduler(
+            executor.num_blocks,
+            config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            by_priority=config.scheduling_policy == "priority",
+        )
+        self._num_added = 0
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        end_token_ids: frozenset[int] = frozenset(),
+        stop_token_ids: Collection[int] = (),
+        bad_word_ids: Sequence[Sequence[int]] = (),
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues a request, validated against the model; raises RequestError and leaves the engine as it was.
+
+        `end_token_ids` are ends that the tokenizer knows of, in addition to the model's own; `stop_token_ids` end the request
+        even with `ignore_eos`, in addition to those of `params`.
+        """
+        self._validate(prompt_token_ids, params)
+        num_prompt = len(prompt_token_ids)
+        ends = frozenset() if params.ignore_eos else self.model_info.end_token_ids | end_token_ids
+        stretched = self.model_info.stretches_beyond is not None and num_prompt > self.model_info.stretches_beyond
+        limit = self.model_info.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, num_prompt + params.max_tokens)
+        request = Request(
+            request_id,
+            prompt_token_ids,
+            params,
+            priority=priority,
+            limit_tokens=limit,
+            end_token_ids=ends | frozenset(params.stop_token_ids) | frozenset(stop_token_ids),
+            bad_word_ids=bad_word_ids,
+            seed=self.config.seed * 1_000_003 + self._num_added if params.seed is None else params.seed,
+            cache_root=(cache_salt, num_prompt if stretched else None),
+        )
+        self.scheduler.add(request)
+        self._num_added += 1
+
+    def _validate(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        vocab, limit = self.model_info.vocab_size, self.model_info.max_model_len
+        if not prompt:
+            raise RequestError("the prompt is empty: it has no tokens", param="prompt")
+        if len(prompt) >= limit:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, but the model's limit is {limit}, prompt and output together",
+                param="prompt",
+            )
+        ids = {
+            "prompt": prompt,
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "stop_token_ids": params.stop_token_ids,
+        }
+        for name, values in ids.items():
+            if values and not (min(values) >= 0 and max(values) < vocab):
+                bad = next(v for v in values if not 0 <= v < vocab)
+                raise RequestError(f"{name}: token id {bad} is outside the vocabulary (0 to {vocab - 1})", param=name)
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if asked is not None and (asked == -1 or asked > self.config.max_logprobs):
+                raise RequestError(
+                    f"{name} = {asked} exceeds max_logprobs ({self.config.max_logprobs}); ask for less or raise that",
+                    param=name,
+                )
+        if params.n > self.config.max_num_sequences_per_request:
+            raise RequestError(
+                f"n = {params.n} exceeds max_num_sequences_per_request ({self.config.max_num_sequences_per_request})",
+                param="n",
+            )
+
+    def finish(self, request_id: str, sequence_index: int, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends one sequence of a request now; unknown or finished ones are left alone."""
+        name = request_id if sequence_index == 0 else f"{request_id}:{sequence_index}"
+        self.scheduler.finish(name, reason, stop_reason)
+
+    def abort(self, request_id: str) -> None:
+        """Ends all sequences of a request and frees their blocks."""
+        for request in [r for r in self.scheduler if r.parent_id == request_id]:
+            self.scheduler.finish(request.request_id, "abort")
+
+    @property
+    def has_unfinished(self) -> bool:
+        return len(self.scheduler) > 0
+
+    def step(self) -> list[SequenceUpdate]:
+        """Runs one step; empty where there was nothing to do."""
+        step = self.scheduler.schedule()
+        if not step.requests:
+            return []
+        starts = {i: r.num_computed_tokens for i, r in enumerate(step.requests) if r.params.prompt_logprobs is not None}
+        output = self._execute(step)
+        forks = self.scheduler.commit(step, output)
+        updates = []
+        for i, (request, token) in enumerate(zip(step.requests, output.token_ids, strict=True)):
+            if token < 0 and i not in output.errors and i not in output.prompt_logprobs:
+                continue
+            sequences = [request, *forks.get(i, ())]
+            logprobs = output.logprobs.get(i)
+            for j, sequence in enumerate(sequences):
+                updates.append(
+                    SequenceUpdate(
+                        sequence.parent_id,
+                        sequence.sequence_index,
+                        token if j == 0 else sequence.token_ids[-1],
+                        None if logprobs is None else logprobs[j],
+                        output.prompt_logprobs.get(i) if j == 0 else None,
+                        starts.get(i, 0),
+                        sequence.finish_reason,
+                        sequence.stop_reason,
+                        sequence.num_cached_tokens or 0,
+                    )
+                )
+        return updates
+
+    def _execute(self, step: Step) -> StepOutput:
+        """Runs a step; where it fails as a whole, each request alone, so that only those that fail alone end."""
+        try:
+            return self.executor.execute(step)
+        except Exception as error:
+            if len(step.requests) == 1:
+                logger.exception("request %s failed and is ended", step.requests[0].request_id)
+                return StepOutput([-1], errors={0: f"{type(error).__name__}: {error}"})
+            logger.warning("a step of %d requests failed (%s); running each alone", len(step.requests), error)
+        whole = StepOutput([])
+        for i, (request, num) in enumerate(zip(step.requests, step.num_scheduled_tokens, strict=True)):
+            # Block copies were done first and must not be repeated: their sources may have been written since.
+            part = self._execute(Step([request], [num], [], num))
+            whole.token_ids += part.token_ids
+            for name in ("fork_token_ids", "logprobs", "prompt_logprobs", "errors"):
+                if (found := getattr(part, name)):
+                    getattr(whole, name)[i] = found[0]
+        return whole
+
+    def stats(self) -> EngineStats:
+        pool = self.scheduler.pool
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            scheduler=self.scheduler.stats,
+        )
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()

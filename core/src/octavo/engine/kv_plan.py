@@ -1,0 +1,103 @@
+"""How much KV memory there will be, and why: the plan that is printed at start and by `octavo inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from octavo.attention.kv_format import KVFormat, KVGeometry
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.model.architectures import DecoderConfig
+from octavo.platforms import Platform, available_memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """Blocks of KV memory and the longest sequence they and the model admit."""
+
+    format: str
+    bytes_per_block: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    reason: str  # what bounded num_blocks
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.bytes_per_block / self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def longest_tokens(self) -> int:
+        """Longest prompt plus output that one request can have."""
+        return min(self.max_model_len, self.capacity_tokens)
+
+    def __str__(self) -> str:
+        return (
+            f"KV memory: {self.num_blocks:,} blocks of {self.block_size} tokens = {self.capacity_tokens:,} tokens, "
+            f"{self.num_bytes / 2**20:,.0f} MiB as {self.format} ({self.bytes_per_token:,.0f} bytes a token; "
+            f"{self.reason}); longest request {self.longest_tokens:,} tokens"
+        )
+
+
+def kv_geometry(decoder: DecoderConfig, block_size: int, dtype: torch.dtype) -> KVGeometry:
+    return KVGeometry(decoder.num_layers, decoder.kv_heads, decoder.head_dim, block_size, dtype)
+
+
+def choose_kv_format(name: str, formats: Mapping[str, type[KVFormat]], geometry: KVGeometry) -> KVFormat:
+    """The KV format of a name; raises ConfigError that lists the installed ones."""
+    if name not in formats:
+        raise ConfigError(f"--kv-cache-dtype {name}: no such format; installed: {', '.join(sorted(formats))}")
+    return formats[name](geometry)
+
+
+def plan_kv(
+    config: EngineConfig, decoder: DecoderConfig, kv_format: KVFormat, platform: Platform, weight_bytes: int
+) -> KVPlan:
+    """Divides the memory that is left. `weight_bytes` are weights not yet loaded, 0 once they are.
+
+    Never plans more than `max_num_seqs` sequences of full length could use. Raises ConfigError where not one block fits, or
+    where the model is asked for more positions than it has.
+    """
+    limit = decoder.max_positions
+    max_model_len = config.max_model_len or limit
+    if max_model_len > limit:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} exceeds the {limit} positions of the model (max_position_embeddings in "
+            f"config.json); use {limit} or less, or a checkpoint with rope scaling"
+        )
+    per_block = kv_format.bytes_per_block()
+    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    if config.num_blocks_override is not None:
+        num_blocks, reason = config.num_blocks_override, "--num-blocks-override"
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks, reason = config.kv_cache_memory_bytes // per_block, "--kv-cache-memory-bytes"
+    else:
+        free = max(_free_bytes(platform) - weight_bytes, 0)
+        share = config.kv_cache_memory_utilization
+        num_blocks = int(free * share) // per_block
+        reason = f"{share:.0%} of {free / 2**30:.1f} GiB left"
+    if config.num_blocks_override is None and num_blocks > useful:
+        num_blocks, reason = useful, f"{config.max_num_seqs} sequences of {max_model_len} tokens"
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no memory for KV blocks: one takes {per_block / 2**20:.1f} MiB ({reason}); raise --kv-cache-memory-bytes, "
+            "use a smaller --block-size or --kv-cache-dtype, or a smaller model"
+        )
+    return KVPlan(kv_format.name, per_block, config.block_size, num_blocks, max_model_len, reason)
+
+
+def _free_bytes(platform: Platform) -> int:
+    if platform.device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return available_memory_bytes()

@@ -1,0 +1,186 @@
+"""One worker: the loaded model, its KV memory, and the forward that turns a `Step` into tokens."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionLayer,
+    AttentionRequest,
+    select_attention,
+)
+from octavo.attention.kv_format import AttentionStep, DecodingBackend, PagedKV
+from octavo.config import EngineConfig
+from octavo.engine.executor import ModelInfo
+from octavo.engine.kv_plan import choose_kv_format, kv_geometry, plan_kv
+from octavo.engine.sampler import Sampler
+from octavo.engine.step import Step, StepOutput, TokenLogprobs
+from octavo.model.checkpoint import Checkpoint, open_checkpoint
+from octavo.model.decoder import attention_layers
+from octavo.model.loader import load_model
+from octavo.plugins import Registry
+
+logger = logging.getLogger(__name__)
+
+_LOGITS_ROWS = 256
+"""Prompt positions whose logits are held at once: bounds memory at rows * vocabulary * 4 bytes."""
+
+
+class Model(Protocol):
+    """What a runner needs of a model."""
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
+        """(tokens,), (tokens,) -> hidden (tokens, hidden_size)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(rows, hidden_size) -> (rows, vocab_size), fp32."""
+
+
+class Runner:
+    """Executes steps on this process's device."""
+
+    def __init__(self, config: EngineConfig, registry: Registry) -> None:
+        checkpoint = open_checkpoint(config.model, registry.checkpoint_readers)
+        self.loaded = load_model(config, registry, checkpoint)
+        plan = self.loaded.plan
+        decoder = plan.config
+        kv_format = choose_kv_format(
+            config.kv_cache_dtype, registry.kv_formats, kv_geometry(decoder, config.block_size, plan.dtype)
+        )
+        self.kv_plan = plan_kv(config, decoder, kv_format, registry.platform, weight_bytes=0)
+        layers = attention_layers(decoder)
+        request = AttentionRequest(layers, plan.dtype, config.block_size, kv_format.storage, registry.platform)
+        chosen, self.attention_refusals = select_attention(
+            request, registry.attention_backends, config.attention_backend, decodes=True
+        )
+        backend = chosen(request)
+        if kv_format.storage not in chosen.loads:
+            backend = DecodingBackend(backend, kv_format)
+        kv = PagedKV(kv_format, layers, self.kv_plan.num_blocks, registry.platform.device)
+        self._set_up(self.loaded.decoder, kv, backend, decoder.vocab_size, registry)
+        self.info = ModelInfo(
+            vocab_size=decoder.vocab_size,
+            max_model_len=self.kv_plan.max_model_len,
+            end_token_ids=_end_token_ids(checkpoint),
+            stretches_beyond=decoder.rope.original_max_positions if decoder.rope.needs_prompt_lens else None,
+            linears=tuple(self.loaded.linears),
+            attention=chosen.name,
+        )
+        logger.info("%s", self.kv_plan)
+
+    def _set_up(
+        self, model: Model, kv: PagedKV, backend: AttentionBackend, vocab_size: int, registry: Registry
+    ) -> None:
+        self.model, self.kv, self.backend = model, kv, backend
+        self.device = registry.platform.device
+        self.sampler = Sampler(vocab_size)
+        graphs = sorted(registry.step_graphs, key=lambda g: -g.rank)
+        graph = next(g for g in graphs if g.why_not(registry.platform) is None)
+        self.forward = graph().capture(model.forward)
+
+    @classmethod
+    def with_model(
+        cls,
+        model: Model,
+        layers: list[AttentionLayer],
+        kv: PagedKV,
+        backend: AttentionBackend,
+        info: ModelInfo,
+        registry: Registry,
+    ) -> Runner:
+        """A runner around a ready model, for tests with scripted ones."""
+        runner = cls.__new__(cls)
+        runner._set_up(model, kv, backend, info.vocab_size, registry)
+        runner.info = info
+        return runner
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepOutput:
+        """Computes a step: K and V stored, tokens sampled for each request whose tokens are then all computed."""
+        self.kv.copy_blocks(step.block_copies)
+        batch, token_ids, positions = self._batch(step)
+        attention = AttentionStep(batch, self.backend, self.backend.plan(batch), self.kv)
+        hidden = self.forward(token_ids, positions, attention)
+        output = StepOutput([-1] * len(step.requests))
+        ends = batch.query_start_loc[1:].tolist()
+        sampled = []
+        for i, (request, num) in enumerate(zip(step.requests, step.num_scheduled_tokens, strict=True)):
+            if request.num_computed_tokens + num == len(request.token_ids):
+                sampled.append(i)
+            if request.params.prompt_logprobs is not None and request.num_computed_tokens < request.num_prompt_tokens:
+                output.prompt_logprobs[i] = self._prompt_logprobs(step, i, hidden[ends[i] - num : ends[i]])
+        if sampled:
+            logits = self.model.logits(hidden[torch.tensor([ends[i] - 1 for i in sampled], device=hidden.device)])
+            rows = self.sampler.sample(logits, [step.requests[i] for i in sampled])
+            for row, i in enumerate(sampled):
+                if (error := rows.errors.get(row)) is not None:
+                    output.errors[i] = error
+                    continue
+                output.token_ids[i], *forks = rows.token_ids[row]
+                if forks:
+                    output.fork_token_ids[i] = forks
+                if (logprobs := rows.logprobs[row]) is not None:
+                    output.logprobs[i] = logprobs
+        return output
+
+    def _batch(self, step: Step) -> tuple[AttentionBatch, Tensor, Tensor]:
+        size = self.kv.format.geometry.block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        seq_lens, starts = [], [0]
+        tables = np.zeros(
+            (len(step.requests), max(len(request.block_ids) for request in step.requests)), dtype=np.int32
+        )
+        for i, (request, num) in enumerate(zip(step.requests, step.num_scheduled_tokens, strict=True)):
+            start = request.num_computed_tokens
+            blocks = request.block_ids
+            token_ids += request.token_ids[start : start + num]
+            positions += range(start, start + num)
+            slots += [blocks[p // size] * size + p % size for p in range(start, start + num)]
+            tables[i, : len(blocks)] = blocks
+            seq_lens.append(start + num)
+            starts.append(starts[-1] + num)
+
+        def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        batch = AttentionBatch(
+            query_start_loc=ints(starts),
+            seq_lens=ints(seq_lens),
+            block_tables=torch.from_numpy(tables).to(self.device),
+            slot_mapping=ints(slots, torch.int64),
+            prompt_lens=ints([request.num_prompt_tokens for request in step.requests]),
+            query_lens_list=step.num_scheduled_tokens,
+            seq_lens_list=seq_lens,
+            block_size=size,
+        )
+        return batch, ints(token_ids, torch.int64), ints(positions, torch.int64)
+
+    def _prompt_logprobs(self, step: Step, i: int, hidden: Tensor) -> list[TokenLogprobs]:
+        """Logprobs of the prompt tokens that follow the scheduled positions (hidden: (scheduled, hidden_size))."""
+        request = step.requests[i]
+        first = request.num_computed_tokens + 1
+        following = request.token_ids[first : min(first + len(hidden), request.num_prompt_tokens)]
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(following), _LOGITS_ROWS):
+            chunk = following[start : start + _LOGITS_ROWS]
+            logits = self.model.logits(hidden[start : start + len(chunk)])
+            found += self.sampler.prompt_logprobs(logits, chunk, request.params.prompt_logprobs or 0)
+        return found
+
+
+def _end_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """All end tokens that config.json and generation_config.json name."""
+    found: set[int] = set()
+    for source in (checkpoint.config, checkpoint.config.get("text_config"), checkpoint.json("generation_config.json")):
+        value = source.get("eos_token_id") if isinstance(source, dict) else None
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)

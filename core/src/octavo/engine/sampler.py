@@ -1,0 +1,299 @@
+"""Chooses the next token of each row of logits, as SamplingParams asks. It decides nothing about ends or stops.
+
+Nothing is remembered between calls: a row's outcome is a function of its logits and its request alone, bit for bit,
+whoever its neighbours are. So every operation works within rows, never over several of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.engine.request import Request
+from octavo.engine.step import TokenLogprobs
+from octavo.errors import RequestError
+
+_BLOCK = (
+    64  # vocabularies are searched by the peaks of blocks of this many tokens: reductions are fast, searches are not
+)
+_FIRST_WIDTH = 64  # likeliest tokens looked at first; nearly always enough for top_k, top_p, min_p or logprobs
+_GROWTH = 8  # times as many where they were not
+_LOGPROB_ROWS = 64  # rows whose logprobs are computed at once: bounds the memory that a long prompt takes
+_MAX_TEMPERATURE = 1e38  # beyond float32 a forbidden token's -inf / inf would be NaN
+_MASK_64 = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+def _mix(state: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK_64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK_64
+    return state ^ (state >> 31)
+
+
+def uniform(seed: int, position: int, sequence_index: int) -> float:
+    """The random number in [0, 1) of one token of one sequence: always the same, whatever was drawn before.
+
+    `position` is the number of tokens before the new one. Only the low 64 bits of each argument count.
+    """
+    state = 0
+    for word in (seed, position, sequence_index):
+        state = _mix((state ^ word) + _GOLDEN_GAMMA & _MASK_64)
+    return (state >> 11) * 2.0**-53
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """What was chosen, row for row.
+
+    `token_ids[row]`: the request's token, then the first tokens of its pending forks; none if `errors` has the row.
+    `logprobs[row]`: for each token, None unless asked for; the first entry's logprob adds to `cumulative_logprob`.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Sampler:
+    """Samples from logits over a vocabulary of `vocab_size` tokens.
+
+    Token ids in requests are validated elsewhere. One outside the vocabulary still never becomes an index: it is an
+    error of its row.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def sample(self, logits: Tensor, requests: Sequence[Request]) -> SampledRows:
+        """Chooses one token for each row and one more for each pending fork of its request, by the same distribution.
+
+        logits (rows, vocab_size): any float type, never written to. Row i belongs to `requests[i]`.
+        """
+        raw = logits = _in_blocks(logits)
+        likeliest = _likeliest(raw)
+        errors = {row: "the model's logits are not finite" for row, token in enumerate(likeliest) if token < 0}
+        if altered := [row for row, request in enumerate(requests) if row not in errors and _alters(request)]:
+            logits = raw.clone()
+            for row in altered:
+                try:
+                    self._alter(logits[row], requests[row])
+                except RequestError as error:
+                    errors[row] = str(error)
+            likeliest = _likeliest(logits)
+            for row in altered:
+                if likeliest[row] < 0:
+                    errors.setdefault(row, "the sampling parameters leave no token to choose")
+
+        token_ids = [
+            [] if row in errors else [token] * (1 + request.num_pending_forks)
+            for row, (token, request) in enumerate(zip(likeliest, requests, strict=True))
+        ]
+        drawn = [row for row, request in enumerate(requests) if row not in errors and not request.params.greedy]
+        if drawn:
+            draws = self._draw(_rows(logits, drawn), [requests[row] for row in drawn])
+            for row, tokens in zip(drawn, draws, strict=True):
+                token_ids[row] = tokens
+        return SampledRows(token_ids, self._logprobs(raw, token_ids, requests), errors)
+
+    def prompt_logprobs(self, logits: Tensor, next_token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+        """The logprobs of the token that follows each position, and of the `count` likeliest there (-1: all).
+
+        logits (positions, vocab_size), any float type. Logits that are NaN give logprobs that are NaN.
+        """
+        self._index(next_token_ids, logits.device)
+        return self._token_logprobs(logits, list(enumerate(next_token_ids)), count)
+
+    def _index(self, token_ids: Iterable[int], device: torch.device) -> Tensor:
+        """Token ids as an index. Raises RequestError for one that would reach another token's logit or none."""
+        ids = list(token_ids)
+        for token_id in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(f"token id {token_id} is outside the model's vocabulary of {self.vocab_size} tokens")
+        return torch.tensor(ids, dtype=torch.int64, device=device)
+
+    def _alter(self, row: Tensor, request: Request) -> None:
+        """Applies to `row` (vocab,) in place, in the documented order, what comes before the temperature."""
+        params, output = request.params, request.output_token_ids
+        if params.allowed_token_ids is not None:
+            allowed = self._index(params.allowed_token_ids, row.device)
+            kept = row[allowed]
+            row.fill_(-torch.inf)
+            row[allowed] = kept
+        forbidden = [
+            word[-1]
+            for word in request.bad_word_ids
+            if word and output[len(output) - len(word) + 1 :] == list(word[:-1])
+        ]
+        if len(output) < request.min_tokens:
+            forbidden += request.end_token_ids
+        row[self._index(forbidden, row.device)] = -torch.inf
+        if params.logit_bias:
+            bias = [max(-100.0, min(100.0, value)) for value in params.logit_bias.values()]
+            row[self._index(params.logit_bias, row.device)] += row.new_tensor(bias)
+        if params.repetition_penalty != 1:
+            seen = self._index(set(request.token_ids), row.device)
+            values, penalty = row[seen], params.repetition_penalty
+            row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            counts = Counter(output)
+            penalties = [params.frequency_penalty * count + params.presence_penalty for count in counts.values()]
+            row[self._index(counts, row.device)] -= row.new_tensor(penalties)
+
+    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> list[list[int]]:
+        """Draws by inverting the cumulative distribution; each row of logits (rows, vocab) has a finite maximum."""
+        vocab = logits.shape[1]
+        most = max(1 + request.num_pending_forks for request in requests)
+        settings = [_draw_settings(request, vocab, most) for request in requests]
+        table = torch.tensor(settings, dtype=torch.float64, device=logits.device)
+        # the peak goes first, else a small temperature would divide it into infinity
+        shares = torch.softmax((logits - logits.amax(-1, keepdim=True)) / table[:, :1].float(), -1)
+        tokens = torch.empty(len(requests), most, dtype=torch.int64, device=logits.device)
+
+        narrowed = [row for row, (_, k, p, m, *_) in enumerate(settings) if k < vocab or p < 1 or m > 0]
+        if wide := sorted(set(range(len(requests))).difference(narrowed)):
+            mass = _rows(shares, wide).double().cumsum(-1)
+            tokens[wide] = torch.searchsorted(mass, table[wide, 4:] * mass[:, -1:], right=True)
+        width = min(_FIRST_WIDTH, vocab)
+        while narrowed:
+            found, decided = _draw_from_likeliest(
+                _rows(logits, narrowed), _rows(shares, narrowed), _rows(table, narrowed), width
+            )
+            tokens[narrowed] = found
+            narrowed = [row for row, done in zip(narrowed, decided.tolist(), strict=True) if not done]
+            width = min(width * _GROWTH, vocab)
+        return [row[: 1 + request.num_pending_forks] for row, request in zip(tokens.tolist(), requests, strict=True)]
+
+    def _logprobs(
+        self, raw: Tensor, token_ids: list[list[int]], requests: Sequence[Request]
+    ) -> list[list[TokenLogprobs] | None]:
+        """The logprobs of the rows that ask for them; one pass for all that ask for as many."""
+        counts = {row: count for row, request in enumerate(requests) if (count := request.params.logprobs) is not None}
+        found: dict[int, list[TokenLogprobs]] = {row: [] for row in counts}
+        for count in set(counts.values()):
+            picks = [(row, token) for row in counts if counts[row] == count for token in token_ids[row]]
+            for (row, _), logprobs in zip(picks, self._token_logprobs(raw, picks, count), strict=True):
+                found[row].append(logprobs)
+        return [found.get(row) for row in range(len(requests))]
+
+    def _token_logprobs(self, logits: Tensor, picks: Sequence[tuple[int, int]], count: int) -> list[TokenLogprobs]:
+        """For each (row, token) that token's logprob and rank in the row, and the `count` likeliest of the row."""
+        count = self.vocab_size if count < 0 else min(count, self.vocab_size)
+        result = []
+        for start in range(0, len(picks), _LOGPROB_ROWS):
+            rows, tokens = zip(*picks[start : start + _LOGPROB_ROWS], strict=True)
+            part = _in_blocks(logits[list(rows)])
+            ids = torch.arange(part.shape[1], device=part.device)
+            chosen = torch.tensor(tokens, device=part.device)[:, None]
+            value = part.gather(1, chosen)
+            ranks = 1 + ((part > value) | ((part == value) & (ids < chosen))).sum(-1)
+            top = _likeliest_first(part, count)
+            logprobs = torch.log_softmax(part, -1)
+            own, others = logprobs.gather(1, chosen)[:, 0].tolist(), logprobs.gather(1, top).tolist()
+            for first, likeliest, values in zip(zip(tokens, own, ranks.tolist()), top.tolist(), others):
+                result.append(TokenLogprobs([first, *zip(likeliest, values, range(1, count + 1))]))
+        return result
+
+
+def _alters(request: Request) -> bool:
+    """Whether anything changes this request's logits before the temperature does."""
+    params = request.params
+    return bool(
+        request.num_output_tokens < request.min_tokens
+        or request.bad_word_ids
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+    )
+
+
+def _draw_settings(request: Request, vocab: int, most: int) -> list[float]:
+    """Temperature, top_k, top_p, min_p and a random number for each draw, padded to `most` draws."""
+    params, draws = request.params, 1 + request.num_pending_forks
+    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    numbers = [
+        uniform(request.seed, request.num_tokens, request.sequence_index + index) if index < draws else 0.0
+        for index in range(most)
+    ]
+    return [min(params.temperature, _MAX_TEMPERATURE), top_k, params.top_p, params.min_p, *numbers]
+
+
+def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    """These rows, without a copy if they are all; `rows` is ascending and has no row twice."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
+def _in_blocks(logits: Tensor) -> Tensor:
+    """logits (rows, vocab) in float32, the last block filled up with tokens that cannot be chosen."""
+    missing = -logits.shape[1] % _BLOCK
+    logits = logits.float().contiguous()
+    return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+def _likeliest(logits: Tensor) -> list[int]:
+    """Each row's likeliest token, of equal ones the first; -1 if that logit is not finite (NaN is the highest)."""
+    blocks = logits.view(len(logits), -1, _BLOCK)
+    peaks = blocks.amax(-1)
+    block = peaks.argmax(-1, keepdim=True)
+    token = block * _BLOCK + blocks.take_along_dim(block[:, :, None], 1).argmax(-1)
+    return torch.where(peaks.gather(1, block).isfinite(), token, -1)[:, 0].tolist()
+
+
+def _ranked(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` likeliest tokens (rows, width), equal ones by id, and how many of them are certain (rows, 1).
+
+    Not certain are those as likely as the last: there may be more of these, of which any were taken.
+    """
+    rows, vocab = logits.shape
+    if width * _BLOCK * 2 <= vocab:
+        # no token among the likeliest is outside the blocks with the highest peaks, as many blocks as tokens
+        blocks = logits.view(rows, -1, _BLOCK)
+        chosen = blocks.amax(-1).topk(width, sorted=False).indices
+        near = blocks[torch.arange(rows, device=logits.device)[:, None], chosen].view(rows, -1)
+        values, places = near.topk(width)
+        ids = chosen.gather(1, places // _BLOCK) * _BLOCK + places % _BLOCK
+    else:
+        values, ids = logits.topk(width)
+    certain = (values > values[:, -1:]).sum(-1, keepdim=True) if width < vocab else torch.full_like(ids[:, :1], width)
+    ids, order = ids.sort(-1)
+    order = values.gather(1, order).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(1, order), certain
+
+
+def _likeliest_first(logits: Tensor, count: int) -> Tensor:
+    """The `count` likeliest tokens (rows, count), equal ones by id."""
+    width = min(max(_FIRST_WIDTH, 2 * count), logits.shape[1])
+    while True:
+        ids, certain = _ranked(logits, width)
+        if width == logits.shape[1] or bool((certain >= count).all()):
+            return ids[:, :count]
+        width = min(width * _GROWTH, logits.shape[1])
+
+
+def _draw_from_likeliest(logits: Tensor, shares: Tensor, table: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Draws (rows, draws) from what top_k, top_p and min_p leave; and whether `width` tokens were enough (rows,).
+
+    `shares` (rows, vocab) are the probabilities of all tokens, `table` a line of `_draw_settings` for each row.
+    """
+    top_k, top_p, min_p, numbers = table[:, 1:2], table[:, 2:3], table[:, 3:4], table[:, 4:]
+    ids, certain = _ranked(logits, width)
+    share = shares.gather(1, ids).double()
+    mass = share.cumsum(-1)
+    # top_p is a part of what top_k leaves; of equal tokens any makes the same mass, so uncertain ones do no harm here
+    last = top_k.clamp(max=width).long() - 1
+    total = torch.where(top_k <= width, mass.gather(1, last), 1.0)
+    enough = torch.where(top_p < 1, top_p * total, torch.inf)
+    kept = functional.pad(mass[:, :-1], (1, 0)) < enough
+    kept &= (share > 0) & (share >= min_p * share[:, :1])
+    kept &= torch.arange(width, device=ids.device) < top_k
+    count = kept.sum(-1, keepdim=True)
+    places = torch.searchsorted(mass, numbers * mass.gather(1, count - 1), right=True)
+    decided = (count <= certain) & ((top_k <= width) | (top_k >= logits.shape[1]))
+    return ids.gather(1, torch.minimum(places, count - 1)), decided[:, 0]

@@ -1,0 +1,215 @@
+"""What the commands of the command line do, once their arguments are parsed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.engine.kv_plan import KVPlan, choose_kv_format, kv_geometry, plan_kv
+from octavo.engine.sampling_params import SamplingParams
+from octavo.front.llm import LLM, registry_for
+from octavo.front.output_processor import TextDelta
+from octavo.model.checkpoint import open_checkpoint
+from octavo.model.plan import LinearReport, ModelPlan, plan_model
+from octavo.platforms import Platform
+from octavo.plugins import discover
+
+
+def generate(config: EngineConfig, prompts: list[str], params: SamplingParams, *, chat: bool, as_json: bool) -> int:
+    """Streams completions to stdout and a summary line to stderr. One prompt streams; several are shown one after another."""
+    llm = LLM(config)
+    inputs: list[Any] = list(prompts)
+    if chat:
+        messages = [[{"role": "user", "content": text}] for text in prompts]
+        inputs = [
+            {"prompt": p, "prompt_token_ids": llm.tokenizer.chat(m)} for p, m in zip(prompts, messages, strict=True)
+        ]
+    start = time.monotonic()
+    printer = _Printer(as_json, several=len(prompts) * params.n > 1, order=len(prompts))
+    for delta in llm.stream(inputs, params):
+        printer.show(delta)
+    elapsed = time.monotonic() - start
+    print(_summary(llm, printer, elapsed), file=sys.stderr)
+    return 0
+
+
+class _Printer:
+    """Writes deltas in the order of prompts and sequences: the first unfinished one streams, later ones wait."""
+
+    def __init__(self, as_json: bool, several: bool, order: int) -> None:
+        self.as_json, self.several = as_json, several
+        self.tokens, self.first_token_s = 0, []  # type: int, list[float]
+        self.failed = 0
+        self._pending: dict[tuple[int, int], list[str]] = {}
+        self._done: set[tuple[int, int]] = set()
+        self._current: tuple[int, int] = (0, 0)
+        self._sizes: dict[int, int] = {}
+        self._titles: dict[int, str] = {}
+        self._titled = False
+
+    def show(self, delta: TextDelta) -> None:
+        output, completion = delta.output, delta.completion
+        request = int(output.request_id)
+        self.tokens += 1
+        if len(completion.token_ids) == 1 and delta.sequence_index == 0 and output.metrics.time_to_first_token_s:
+            self.first_token_s.append(output.metrics.time_to_first_token_s)
+        if self.as_json:
+            if completion.finished():
+                print(json.dumps({"prompt": output.prompt, **asdict(completion)}), flush=True)
+            return
+        key = (request, delta.sequence_index)
+        self._sizes[request] = len(output.outputs)
+        self._titles[request] = output.prompt or ""
+        self._pending.setdefault(key, []).append(delta.text)
+        if completion.finished():
+            self._done.add(key)
+        while self._flush():
+            pass
+
+    def _flush(self) -> bool:
+        """Prints what is known of the current sequence; True if it is complete and the next may follow."""
+        request, index = self._current
+        if self._current not in self._pending:
+            return False
+        if self.several and not self._titled:
+            number = f" [{index}]" if self._sizes[request] > 1 else ""
+            print(f"=== {self._titles[request]}{number}", flush=True)
+            self._titled = True
+        print("".join(self._pending[self._current]), end="", flush=True)
+        self._pending[self._current].clear()
+        if self._current not in self._done:
+            return False
+        print(flush=True)
+        self._current = (request, index + 1) if index + 1 < self._sizes[request] else (request + 1, 0)
+        self._titled = False
+        return True
+
+
+def _summary(llm: LLM, printer: _Printer, elapsed: float) -> str:
+    stats = llm.stats()
+    first = sum(printer.first_token_s) / max(len(printer.first_token_s), 1)
+    kernels = sorted({f"{r.kernel} ({r.spec})" for r in llm.engine.model_info.linears})
+    return (
+        f"{printer.tokens} tokens in {elapsed:.2f} s = {printer.tokens / max(elapsed, 1e-9):.1f} tokens/s; "
+        f"TTFT {first * 1000:.0f} ms; KV {stats.num_blocks:,} blocks, {stats.num_cached_blocks} cached; "
+        f"prefix hits {stats.prefix_hit_rate:.0%}; preemptions {stats.scheduler.num_preemptions}; "
+        f"kernels: {', '.join(kernels)}"
+    )
+
+
+def inspect(config: EngineConfig, *, as_json: bool, every_layer: bool) -> int:
+    """Prints the kernel table and the KV plan of a checkpoint, from its headers alone."""
+    registry = registry_for(config)
+    checkpoint = open_checkpoint(config.model, registry.checkpoint_readers)
+    plan = plan_model(config, registry, checkpoint)
+    geometry = kv_geometry(plan.config, config.block_size, plan.dtype)
+    kv_format = choose_kv_format(config.kv_cache_dtype, registry.kv_formats, geometry)
+    kv_plan = plan_kv(config, plan.config, kv_format, registry.platform, plan.stored_bytes)
+    if as_json:
+        print(json.dumps(_plan_json(config, plan, kv_plan), indent=1))
+    else:
+        _print_plan(config, plan, kv_plan, every_layer)
+    return 0
+
+
+def _plan_json(config: EngineConfig, plan: ModelPlan, kv_plan: KVPlan) -> dict[str, Any]:
+    return {
+        "model": config.model,
+        "format": plan.quant.name if plan.quant else None,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "linears": [asdict(report) for report in plan.linears],
+        "other_bytes": plan.other_bytes,
+        "total_bytes": plan.stored_bytes,
+        "kv": {
+            **asdict(kv_plan),
+            "bytes_per_token": kv_plan.bytes_per_token,
+            "capacity_tokens": kv_plan.capacity_tokens,
+            "longest_tokens": kv_plan.longest_tokens,
+        },
+    }
+
+
+def _print_plan(config: EngineConfig, plan: ModelPlan, kv_plan: KVPlan, every_layer: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    decoder = plan.config
+    console = Console()
+    scheme = f"{plan.quant.name} checkpoint" if plan.quant else "unquantised checkpoint"
+    console.print(
+        f"{config.model}: {scheme}, {decoder.num_layers} layers, hidden {decoder.hidden_size}, {decoder.heads} heads / "
+        f"{decoder.kv_heads} kv heads of {decoder.head_dim}, vocabulary {decoder.vocab_size}; computes in "
+        f"{str(plan.dtype).removeprefix('torch.')}",
+        highlight=False,
+    )
+    table = Table("layer", "scheme", "kernel", "MiB in file", "why not a better one", box=None, pad_edge=False)
+    for label, reports in _rows(plan.linears, every_layer):
+        first = reports[0]
+        reasons = "; ".join([*([first.note] if first.note else []), *(f"{k}: {why}" for k, why in first.refusals)])
+        size = sum(r.num_bytes for r in reports) / 2**20
+        table.add_row(label, first.spec, first.kernel, f"{size:.2f}", reasons or "-")
+    table.add_row("embedding, norms", "float", "-", f"{plan.other_bytes / 2**20:.2f}", "-")
+    table.add_row("total", "", "", f"{plan.stored_bytes / 2**20:.2f}", "")
+    console.print(table)
+    console.print(str(kv_plan), highlight=False)
+
+
+def _rows(linears: list[LinearReport], every_layer: bool) -> list[tuple[str, list[LinearReport]]]:
+    """Table rows: layers that differ by their number only share one, unless every layer is wanted."""
+    if every_layer:
+        return [(r.layer, [r]) for r in linears]
+    grouped: dict[tuple[Any, ...], list[LinearReport]] = {}
+    for report in linears:
+        key = (re.sub(r"\.\d+\.", ".*.", report.layer), report.spec, report.kernel, report.refusals, report.note)
+        grouped.setdefault(key, []).append(report)
+    rows = []
+    for key, reports in grouped.items():
+        numbers = [int(m.group(1)) for r in reports if (m := re.search(r"\.(\d+)\.", r.layer))]
+        rows.append((key[0].replace("*", _ranges(numbers), 1) if numbers else key[0], reports))
+    return rows
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    parts = []
+    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        values = [value for _, value in run]
+        parts.append(str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}")
+    return ",".join(parts)
+
+
+def plugins(config: EngineConfig, *, verbose: bool, as_json: bool) -> int:
+    """Lists plugins; the exit code is 1 if any failed."""
+    registry = registry_for(config)
+    if as_json:
+        print(json.dumps([asdict(p) for p in registry.plugins], indent=1))
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("plugin", "distribution", "version", "state", "hooks", box=None, pad_edge=False)
+        for plugin in registry.plugins:
+            state = f"failed: {plugin.reason}" if plugin.state == "failed" else plugin.state
+            hooks = ", ".join(hook.removeprefix("octavo_") for hook in plugin.hooks)
+            table.add_row(plugin.name, plugin.distribution, plugin.version, state, hooks or "-")
+        Console(markup=False).print(table)
+        if verbose:
+            for plugin in registry.failures:
+                print(f"\n{plugin}:\n{plugin.trace}")
+        elif registry.failures:
+            print("\nrun with -v for tracebacks", file=sys.stderr)
+    return 1 if registry.failures else 0
+
+
+def check_plugin(name: str, *, verbose: bool) -> int:
+    """Runs the conformance kit on all that a plugin contributes."""
+    from octavo.testing import run_suites, suites_for
+
+    registry = discover(Platform.detect(), required=[name])
+    return run_suites(suites_for(registry, name), verbose=verbose)

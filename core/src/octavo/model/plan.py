@@ -1,0 +1,223 @@
+"""What a checkpoint is, judged by its headers: format, layers, kernels, bytes. Loading follows the plan; `inspect` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import CheckpointError
+from octavo.model.architectures import DecoderConfig, declared_dtype, decoder_config
+from octavo.model.checkpoint import Checkpoint
+from octavo.plugins import Registry
+from octavo.quant.config import QuantConfig, TensorInfo
+from octavo.quant.detection import detect_format
+from octavo.quant.linear import LinearRequest, Selection, select_linear
+from octavo.quant.weight import FLOAT, LinearLayer, WeightSpec
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LinearReport:
+    """One line of the kernel table. `num_bytes` is what the layer takes in memory, or in the file for a plan."""
+
+    layer: str
+    spec: str
+    kernel: str
+    num_bytes: int
+    refusals: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearGroup:
+    """Linears that share an input, computed as one where their weights allow: "...self_attn.q_proj|k_proj|v_proj"."""
+
+    label: str
+    layers: tuple[LinearLayer, ...]
+
+    @classmethod
+    def of(cls, module: str, sizes: Mapping[str, int], in_features: int) -> LinearGroup:
+        layers = tuple(LinearLayer(f"{module}.{name}", in_features, size) for name, size in sizes.items())
+        return cls(f"{module}.{'|'.join(sizes)}", layers)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """One decoder layer as the checkpoint spells it: linears and norms by their role in `DecoderLayer`."""
+
+    linears: dict[str, LinearGroup]
+    norms: dict[str, tuple[str, int]]  # (tensor name, size)
+    mlp: str
+
+    @classmethod
+    def of(cls, config: DecoderConfig, prefix: str, index: int) -> LayerNames:
+        layer = f"{prefix}layers.{index}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        linears = {
+            "qkv": LinearGroup.of(attention, {"q_proj": query, "k_proj": key, "v_proj": key}, hidden),
+            "o": LinearGroup.of(attention, {"o_proj": hidden}, query),
+            "gate_up": LinearGroup.of(mlp, {"gate_proj": inner, "up_proj": inner}, hidden),
+            "down": LinearGroup.of(mlp, {"down_proj": hidden}, inner),
+        }
+        norms = {
+            "input_norm": (f"{layer}.input_layernorm.weight", hidden),
+            "post_attention_norm": (f"{layer}.post_attention_layernorm.weight", hidden),
+        }
+        if config.qk_norm:
+            norms["q_norm"] = (f"{attention}.q_norm.weight", config.head_dim)
+            norms["k_norm"] = (f"{attention}.k_norm.weight", config.head_dim)
+        return cls(linears, norms, mlp)
+
+
+@dataclass(slots=True)
+class ModelPlan:
+    """What loading a checkpoint will do. Made from headers; `linears` and bytes are filled by `plan_model`."""
+
+    checkpoint: Checkpoint
+    config: DecoderConfig
+    quant: QuantConfig | None
+    dtype: torch.dtype
+    settings: EngineConfig
+    registry: Registry
+    prefix: str = "model."  # what all tensor names but the head's begin with
+    linears: list[LinearReport] = field(default_factory=list)
+    other_bytes: int = 0  # embedding, norms
+
+    @classmethod
+    def of(cls, settings: EngineConfig, registry: Registry, checkpoint: Checkpoint) -> ModelPlan:
+        """Reads the settings of a checkpoint; raises CheckpointError or ConfigError for what they get wrong."""
+        quant = detect_format(
+            checkpoint.quant_sources,
+            checkpoint.tensors,
+            registry.quant_configs,
+            settings.quantization,
+            registry.failure_notes(),
+        )
+        config = decoder_config(checkpoint.config, registry.architectures)
+        if settings.dtype != "auto":
+            dtype = DTYPES[settings.dtype]
+        elif registry.platform.device == "cpu":
+            dtype = torch.float32
+        else:
+            dtype = DTYPES[declared_dtype(checkpoint.config) or "bfloat16"]
+        ends = [n for n in checkpoint.tensors if n.endswith("embed_tokens.weight")]
+        prefix = ends[0].removesuffix("embed_tokens.weight") if len(ends) == 1 else "model."
+        return cls(checkpoint, config, quant, dtype, settings, registry, prefix)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.other_bytes + sum(report.num_bytes for report in self.linears)
+
+    @property
+    def head(self) -> LinearLayer | None:
+        """The stored output head; None where the embedding serves as one."""
+        modules = ("lm_head", f"{self.prefix.removesuffix('model.')}lm_head", f"{self.prefix}lm_head")
+        name = next((module for module in modules if self.checkpoint.stored(module)), None)
+        return None if name is None else LinearLayer(name, self.config.hidden_size, self.config.vocab_size)
+
+    def layer_names(self, index: int) -> LayerNames:
+        return LayerNames.of(self.config, self.prefix, index)
+
+    def spec(self, layer: LinearLayer) -> WeightSpec:
+        """What is stored for a layer; raises CheckpointError where it is neither quantised nor plain."""
+        stored = self.checkpoint.stored(layer.name)
+        if self.quant is not None and (spec := self.quant.spec_for(layer, stored)) is not None:
+            return spec
+        info = stored.get("weight")
+        if info is None:
+            raise CheckpointError("a tensor that the model needs is missing", tensor=f"{layer.name}.weight")
+        expected = (layer.out_features, layer.in_features)
+        if info.shape != expected or not info.dtype.is_floating_point:
+            raise CheckpointError(
+                "a plain weight does not have the shape and type that config.json implies",
+                file=info.file,
+                tensor=info.name,
+                expected=f"{expected}, floating",
+                found=f"{info.shape}, {info.dtype}",
+            )
+        return FLOAT
+
+    def check_complete(self) -> None:
+        """Raises one CheckpointError that lists all tensors that the model needs and the file lacks."""
+        tensors, missing = self.checkpoint.tensors, []
+        names = [f"{self.prefix}embed_tokens.weight", f"{self.prefix}norm.weight"]
+        for index in range(self.config.num_layers):
+            layer = self.layer_names(index)
+            names += [name for name, _ in layer.norms.values()]
+            for linear in (member for group in layer.linears.values() for member in group.layers):
+                if not self.checkpoint.stored(linear.name).keys() - {"bias"}:
+                    missing.append(f"{linear.name}.weight")
+                if linear.name.rpartition(".")[2] in self.config.biases:
+                    names.append(f"{linear.name}.bias")
+        missing += [name for name in names if name not in tensors]
+        if missing:
+            shown = ", ".join(sorted(missing)[:8]) + (f", and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise CheckpointError(
+                f"{len(missing)} tensor(s) that the model needs are missing",
+                file=str(self.checkpoint.path),
+                found=shown,
+            )
+
+    def request(self, label: str, spec: WeightSpec, layers: Sequence[LinearLayer], has_bias: bool) -> LinearRequest:
+        return LinearRequest(
+            label,
+            spec,
+            layers[0].in_features,
+            sum(layer.out_features for layer in layers),
+            has_bias,
+            self.dtype,
+            self.registry.platform,
+        )
+
+    def select(self, request: LinearRequest) -> Selection:
+        """The kernel for a layer; raises NoKernelError with all reasons, ConfigError for an impossible wish."""
+        return select_linear(
+            request,
+            self.registry.linear_methods,
+            self.settings.linear_kernels,
+            self.registry.select_linear,
+            self.registry.failure_notes(),
+        )
+
+    def fill(self) -> None:
+        """Chooses kernels by the headers' specs and counts bytes."""
+        groups = [g for i in range(self.config.num_layers) for g in self.layer_names(i).linears.values()]
+        if (head := self.head) is not None:
+            groups.append(LinearGroup(head.name, (head,)))
+        for group in groups:
+            specs = {layer: self.spec(layer) for layer in group.layers}
+            if len(set(specs.values())) == 1:
+                self._report(group, specs[group.layers[0]])
+            else:
+                for layer, spec in specs.items():
+                    self._report(LinearGroup(layer.name, (layer,)), spec, "not fused: members are stored differently")
+        listed = {layer.name for group in groups for layer in group.layers}
+        self.other_bytes = sum(
+            info.num_bytes for name, info in self.checkpoint.tensors.items() if name.rpartition(".")[0] not in listed
+        )
+
+    def _report(self, group: LinearGroup, spec: WeightSpec, note: str = "") -> None:
+        stored: list[dict[str, TensorInfo]] = [self.checkpoint.stored(layer.name) for layer in group.layers]
+        choice = self.select(self.request(group.label, spec, group.layers, any("bias" in infos for infos in stored)))
+        num_bytes = sum(info.num_bytes for infos in stored for info in infos.values())
+        self.linears.append(LinearReport(group.label, str(spec), choice.method.name, num_bytes, choice.refusals, note))
+
+
+def plan_model(settings: EngineConfig, registry: Registry, checkpoint: Checkpoint) -> ModelPlan:
+    """What loading would do, from headers alone; raises what loading would raise for anything that headers show."""
+    plan = ModelPlan.of(settings, registry, checkpoint)
+    plan.check_complete()
+    plan.fill()
+    return plan
