@@ -99,7 +99,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "octavo.attention.backend": "AttentionBackend AttentionBatch AttentionLayer AttentionRequest LayerKV",
-    "octavo.attention.kv_format": "KVFormat KVGeometry",
+    "octavo.attention.kv_format": "KVFormat KVGeometry zeroed",
     "octavo.config": "EngineConfig",
     "octavo.engine.executor": "Executor ModelInfo",
     "octavo.engine.sampling_params": "SamplingParams",

@@ -13,7 +13,8 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import EntryPoint, distributions
+from importlib import metadata
+from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -96,16 +97,8 @@ class Registry:
 
 
 def installed_entry_points() -> list[EntryPoint]:
-    """Entry points of the group `octavo`, sorted by name; a distribution that shadows another of its name is skipped."""
-    seen: set[str] = set()
-    found: list[EntryPoint] = []
-    for dist in distributions():
-        name = (dist.metadata["Name"] or "").lower().replace("_", "-")
-        if name in seen:
-            continue
-        seen.add(name)
-        found += [point for point in dist.entry_points if point.group == GROUP]
-    return sorted(found, key=lambda point: (point.name != "core", point.name))
+    """Entry points of the group `octavo`, core first, then by name. Of distributions of one name the first on the path counts."""
+    return sorted(metadata.entry_points(group=GROUP), key=lambda point: (point.name != "core", point.name))
 
 
 def discover(
@@ -149,26 +142,28 @@ class _Loader:
         self.contributions: dict[str, dict[str, Any]] = {}
 
     def load(self, point: EntryPoint, disabled: bool) -> None:
-        dist = point.dist
-        name, version = (dist.metadata["Name"], dist.version) if dist else ("unknown", "?")
-        info = partial(PluginInfo, point.name, name, version)
+        info = partial(PluginInfo, point.name, *_distribution(point))
         if disabled:
             self.plugins.append(info(state="disabled"))
             return
-        registered = None
+        if (owner := next((p for p in self.plugins if p.name == point.name), None)) is not None:
+            reason = f"{owner} has the same name: uninstall one of the two distributions"
+            self.plugins.append(info(state="failed", reason=reason))
+            return
         try:
             plugin = point.load()
             if inspect.isclass(plugin):
                 plugin = plugin()
             _check_api(plugin)
-            registered = self.manager.register(plugin, name=point.name)
+            if (other := self.manager.get_name(plugin)) is not None:
+                raise PluginError(f"is the same object as plugin '{other}'")
+            self.manager.register(plugin, name=point.name)
             hooks = self._hooks_of(plugin)
             self.contributions[point.name] = {hook: self._call(point.name, hook) for hook in hooks}
             self.plugins.append(info(hooks=hooks))
-        except Exception as error:
-            if registered is not None:
+        except (Exception, SystemExit) as error:
+            if self.manager.has_plugin(point.name):
                 self.manager.unregister(name=point.name)
-            self.contributions.pop(point.name, None)
             reason = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
             self.plugins.append(info(state="failed", reason=reason, trace=traceback.format_exc()))
 
@@ -176,6 +171,8 @@ class _Loader:
         hooks = [caller.name for caller in self.manager.get_hookcallers(plugin) or []]
         if unknown := [name for name in hooks if name not in self.specs]:
             raise PluginError(f"fills unknown hook(s) {', '.join(unknown)}; known: {', '.join(self.specs)}")
+        if unmarked := [n for n in self.specs if n not in hooks and inspect.isroutine(getattr(plugin, n, None))]:
+            raise PluginError(f"defines {', '.join(unmarked)} without marking it with @octavo.hookimpl")
         if not hooks:
             raise PluginError("fills no hook: mark functions named after a hook with @octavo.hookimpl")
         return tuple(sorted(hooks))
@@ -192,16 +189,10 @@ class _Loader:
             if not isinstance(result, Mapping) or not all(callable(v) for v in result.values()):
                 raise PluginError(f"{hook} must return a mapping of names to functions, got {result!r}")
             return result
-        contract = _contract(hook)
         if not isinstance(result, Sequence) or isinstance(result, str):
             raise PluginError(f"{hook} must return a sequence of classes, got {result!r}")
         for item in result:
-            if not (inspect.isclass(item) and issubclass(item, contract)):
-                raise PluginError(f"{hook} must return subclasses of octavo.{contract.__name__}, got {item!r}")
-            if missing := [a for a in ("name", "rank") if a in contract.__annotations__ and not hasattr(item, a)]:
-                raise PluginError(f"{hook}: {item.__name__} lacks {', '.join(missing)}")
-            if abstract := sorted(getattr(item, "__abstractmethods__", ())):
-                raise PluginError(f"{hook}: {item.__name__} does not implement {', '.join(abstract)}")
+            _check_class(item, _contract(hook), hook)
         return list(result)
 
     def registry(self) -> Registry:
@@ -231,7 +222,7 @@ class _Loader:
         values: dict[str, Any] = {}
         owners: dict[str, PluginInfo] = {}
         for info in self.plugins:
-            given = self.contributions.get(info.name, {}).get(hook, ())
+            given = self.contributions[info.name].get(hook, ()) if info.state == "loaded" else ()
             pairs = given.items() if isinstance(given, Mapping) else [(n, c) for c in given for n in _names_of(c)]
             for name, value in pairs:
                 if name in owners:
@@ -243,7 +234,13 @@ class _Loader:
         return MappingProxyType(values)
 
     def _select_linear(self, request: Any, candidates: Sequence[type[LinearMethod]]) -> type[LinearMethod] | None:
-        choice = self.manager.hook.octavo_select_linear(request=request, candidates=list(candidates))
+        try:
+            choice = self.manager.hook.octavo_select_linear(request=request, candidates=list(candidates))
+        except Exception as error:
+            owners = ", ".join(str(p) for p in self.plugins if "octavo_select_linear" in p.hooks)
+            raise PluginError(
+                f"octavo_select_linear, filled by {owners}, failed on {request.layer}: {type(error).__name__}: {error}"
+            ) from error
         if choice is not None and choice not in candidates:
             raise PluginError(f"octavo_select_linear chose {choice!r} for {request.layer}, which is not a candidate")
         return choice  # type: ignore[no-any-return]
@@ -252,6 +249,14 @@ class _Loader:
 def _names_of(contribution: type) -> list[str]:
     extra = getattr(contribution, "other_names", ()) or getattr(contribution, "method_names", ())
     return [contribution.name, *extra]  # type: ignore[attr-defined]
+
+
+def _distribution(point: EntryPoint) -> tuple[str, str]:
+    """Name and version of the distribution that brings an entry point; unreadable metadata must not stop the others."""
+    try:
+        return (point.dist.metadata["Name"], point.dist.version) if point.dist else ("unknown", "?")
+    except Exception:
+        return "unknown", "?"
 
 
 def _check_api(plugin: object) -> None:
@@ -267,6 +272,23 @@ def _check_api(plugin: object) -> None:
             f"needs plugin API {major}.{minor}, this octavo offers {ours[0]}.{ours[1]}: "
             f"install an octavo that offers {major}.{minor}, or a version of the plugin for {ours[0]}.x"
         )
+
+
+def _check_class(item: Any, contract: type, hook: str) -> None:
+    """Raises PluginError unless `item` is a complete class of the contract."""
+    if not (inspect.isclass(item) and issubclass(item, contract)):
+        raise PluginError(f"{hook} must return subclasses of octavo.{contract.__name__}, got {item!r}")
+    required = [name for name in contract.__annotations__ if not name.startswith("_")]
+    if missing := [name for name in required if not hasattr(item, name)]:
+        raise PluginError(f"{hook}: {item.__name__} lacks {', '.join(missing)}")
+    static = {name: inspect.getattr_static(item, name) for name in dir(contract)}
+    if abstract := [name for name, value in static.items() if getattr(value, "__isabstractmethod__", False)]:
+        raise PluginError(f"{hook}: {item.__name__} does not implement {', '.join(abstract)}")
+    name, rank = getattr(item, "name", None), getattr(item, "rank", 0)
+    if not (isinstance(name, str) and name and name == name.lower()):
+        raise PluginError(f"{hook}: {item.__name__}.name must be a string of lower-case letters, found {name!r}")
+    if not isinstance(rank, int):
+        raise PluginError(f"{hook}: {item.__name__}.rank must be an integer, found {rank!r}")
 
 
 def _contract(hook: str) -> type:

@@ -6,11 +6,13 @@ zeroed, and a slot is written before it is read.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,6 +72,14 @@ class KVFormat(ABC):
         return out
 
 
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """A tensor of zeros that takes host memory only where it is written: what `allocate` should use for big pools."""
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape) * dtype.itemsize  # torch.zeros would touch every page, calloc does not
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+
+
 class PlainKV(KVFormat):
     """K and V as they are, in the compute type."""
 
@@ -86,7 +96,7 @@ class PlainKV(KVFormat):
     def allocate(self, num_blocks: int, device: str) -> LayerKV:
         g = self.geometry
         shape = (num_blocks, g.kv_heads, g.block_size, g.head_dim)
-        return LayerKV(*(torch.zeros(shape, dtype=self.storage, device=device) for _ in range(2)))
+        return LayerKV(*(zeroed(shape, self.storage, device) for _ in range(2)))
 
     def write(self, layer: AttentionLayer, kv: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         block, offset = slot_mapping // self.geometry.block_size, slot_mapping % self.geometry.block_size

@@ -12,7 +12,6 @@ The root of a chain is the request's `cache_root`: requests with different roots
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import count
 
 from octavo.engine.request import Request
 
@@ -25,19 +24,19 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_free = num_blocks
         self.num_evictions = 0
-        """Cached blocks taken for other use so far: while it stands still, a remembered hit holds."""
+        """Cached blocks taken for other use so far; also the clock by which remembered hits are checked."""
         self.ref_counts = [0] * num_blocks
         # The free list: entry num_blocks is the sentinel that closes the ring.
         self._next = [*range(1, num_blocks + 1), 0]
         self._prev = [num_blocks, *range(num_blocks)]
         self._index: dict[tuple[object, tuple[int, ...]], int] = {}
         self._keys: list[tuple[object, tuple[int, ...]] | None] = [None] * num_blocks
-        self._nodes = [0] * num_blocks
-        self._new_node = count(1)
+        self._nodes: list[object] = [None] * num_blocks  # new objects: equal to no other node and no root
+        self._published_at = [0] * num_blocks  # value of num_evictions then
 
     @property
     def num_cached(self) -> int:
-        """Blocks that a later prompt could hit."""
+        """Blocks that hold a published prefix, in use or free."""
         return len(self._index)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -46,7 +45,7 @@ class BlockPool:
 
     def allocate(self, num: int) -> list[int]:
         """Takes `num` free blocks, each with one reference; the caller has checked `num_free`."""
-        assert num <= self.num_free
+        assert 0 <= num <= self.num_free
         taken = []
         after, before, keys, sentinel = self._next, self._prev, self._keys, self.num_blocks
         block = after[sentinel]
@@ -97,12 +96,15 @@ class BlockPool:
     def find_prefix(self, request: Request) -> list[int]:
         """The longest run of published blocks that holds the start of the request, leaving at least one token to compute.
 
-        The result is remembered in the request: while no cached block is evicted, only the part beyond it is looked up.
+        The result is remembered in the request: only the part of it that was evicted since is looked up again.
         """
-        if request.hit_evictions != self.num_evictions:
-            request.hits.clear()
-            request.hit_evictions = self.num_evictions
         hits, tokens, size = request.hits, request.token_ids, self.block_size
+        if request.hit_evictions != self.num_evictions:
+            for i, block in enumerate(hits):
+                if self._keys[block] is None or self._published_at[block] > request.hit_evictions:
+                    del hits[i:]
+                    break
+            request.hit_evictions = self.num_evictions
         node = self._nodes[hits[-1]] if hits else request.cache_root
         for start in range(len(hits) * size, len(tokens) - size, size):
             block = self._index.get((node, tuple(tokens[start : start + size])))
@@ -125,7 +127,8 @@ class BlockPool:
             holder = self._index.setdefault(key, block)
             if holder == block and self._keys[block] is None:
                 self._keys[block] = key
-                self._nodes[block] = next(self._new_node)
+                self._nodes[block] = object()
+                self._published_at[block] = self.num_evictions
             request.cache_node = self._nodes[holder]
         request.num_published_blocks = full
 
@@ -163,3 +166,4 @@ class BlockPool:
         cached = [self._keys[block] is not None for block in free]
         assert cached == sorted(cached), "an uncached block stands behind a cached one"
         assert all(self._keys[block] == key for key, block in self._index.items())
+        assert len(self._index) == sum(key is not None for key in self._keys), "a block holds a prefix nobody can find"

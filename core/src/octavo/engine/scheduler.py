@@ -4,10 +4,12 @@ There are no prefill and decode phases: every request lacks some tokens (`token_
 step computes some of them under one budget. The rules:
 
 1. A request that lacks one token (decoding) gets it in every step.
-2. What is left of the budget goes to longer prompts. The oldest gets at least half; the rest is shared evenly among the
-   others and the newcomers, so that no prompt, however long, keeps a short one waiting for more than a step's share.
-3. Newcomers are admitted in order (priority, then arrival), each once its whole prompt fits beside what the running ones
-   still need for theirs.
+2. What is left of the budget goes to those that lack more (prompts). The first in order may take half; the other running
+   ones and, together as one, the newcomers share the rest evenly. A newcomer whose prompt does not fit into what is then
+   left takes half of that if others wait behind it. So a short prompt that arrives while k long ones are being computed
+   gets up to 1/(2k) of this budget in its first step. What nobody wants goes to the first in order.
+3. Newcomers are admitted in order (priority, then arrival), each once the pool has room for its whole prompt, for what the
+   running ones still need for theirs, and for one more block for each of them. That block keeps preemptions rare.
 4. When blocks run out, the request latest in that order gives up its own and starts again from its tokens later (its full
    blocks stay cached meanwhile). The first in order is never preempted, so everything ends.
 
@@ -26,9 +28,6 @@ from octavo.engine.blocks import BlockPool
 from octavo.engine.request import Request, Status
 from octavo.engine.step import Step, StepOutput
 from octavo.errors import RequestError
-
-WATERMARK = 0.01
-"""Share of the pool that admission leaves free for running requests to grow into."""
 
 
 @dataclass(slots=True)
@@ -63,9 +62,9 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._heap: list[tuple[tuple[int, int, int], Request]] = []  # may hold requests that were aborted meanwhile
         self._requests: dict[str, Request] = {}
+        self._num_sequences: dict[str, int] = {}  # unfinished ones, and forks to come, by parent id
         self._arrivals = count()
         self._pending_forks = 0  # sequences that running requests will still add
-        self._reserve = int(num_blocks * WATERMARK)
 
     @property
     def capacity_tokens(self) -> int:
@@ -89,8 +88,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request; raises RequestError at once for one that could never run."""
-        if request.request_id in self._requests:
+        if request.request_id in self._num_sequences:
             raise RequestError(f"request id '{request.request_id}' is in use", param="request_id")
+        _, colon, number = request.request_id.rpartition(":")
+        if colon and number.isdigit():
+            raise RequestError(
+                f"request id '{request.request_id}' ends in a colon and a number, as the names of further sequences do",
+                param="request_id",
+            )
         if request.params.n > self.max_num_seqs:
             raise RequestError(
                 f"n = {request.params.n} sequences can never run at once: max_num_seqs is {self.max_num_seqs}",
@@ -106,6 +111,7 @@ class Scheduler:
         request.limit_tokens = min(request.limit_tokens, self.capacity_tokens)
         request.arrival = next(self._arrivals)
         self._requests[request.request_id] = request
+        self._num_sequences[request.request_id] = request.params.n
         self._enqueue(request)
 
     def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> Request | None:
@@ -129,37 +135,37 @@ class Scheduler:
             position = request.num_computed_tokens
             if position + 1 != len(request.token_ids):
                 prefills.append(request)
-            elif (position < len(request.block_ids) * size and not request.shares_last_block) or self._make_room(
-                request, 1, step
-            ):
+                continue
+            fits = position < len(request.block_ids) * size and not request.shares_last_block
+            if fits or self._make_room(request, 1, step):
                 requests.append(request)
                 counts.append(1)
         step.total_tokens = len(requests)
-        if prefills:
-            prefills = [r for r in prefills if r.status is Status.RUNNING]
-        self._schedule_prefills(prefills, step)
-        if self._heap and self.stats.num_preemptions == num_preempted:
-            self._admit(prefills, step)
-        if prefills and step.total_tokens < self.max_num_batched_tokens:
-            self._widen(prefills[0], step)
-        self.stats.num_steps += 1
+        if prefills or self._heap:
+            shares: dict[Request, int] = {}
+            self._share(prefills, step, shares)
+            if self._heap and self.stats.num_preemptions == num_preempted:
+                self._admit(prefills, step, shares)
+            self._widen(step, shares)
+            requests += shares
+            counts += shares.values()
+        self.stats.num_steps += bool(requests)
         self.stats.num_scheduled_tokens += step.total_tokens
         return step
 
-    def _schedule_prefills(self, prefills: list[Request], step: Step) -> None:
-        left = self.max_num_batched_tokens - step.total_tokens
+    def _share(self, prefills: list[Request], step: Step, shares: dict[Request, int]) -> None:
+        """Divides the budget that decoding leaves among the running prompts; waiting ones count as one more."""
         rivals = len(prefills) - 1 + bool(self._heap)
         for i, request in enumerate(prefills):
-            if left <= 0:
+            left = self.max_num_batched_tokens - step.total_tokens
+            if left <= 0 or request.status is not Status.RUNNING:  # preempted, and so are all later ones
                 break
-            share = left if not rivals else left - left // 2 if i == 0 else -(-left // (rivals - i + 1))
-            num = min(len(request.token_ids) - request.num_computed_tokens, share)
-            if request.status is Status.RUNNING and self._make_room(request, num, step):
-                num = min(num, self._room(request))
-                self._put(request, num, step)
-                left -= num
+            parts = rivals - i + 1 if i else min(2, rivals + 1)
+            num = min(len(request.token_ids) - request.num_computed_tokens, -(-left // parts))
+            if self._make_room(request, num, step):
+                self._put(request, min(num, self._room(request)), step, shares)
 
-    def _admit(self, prefills: list[Request], step: Step) -> None:
+    def _admit(self, prefills: list[Request], step: Step, shares: dict[Request, int]) -> None:
         """Moves waiting requests to running while budget, seats and blocks allow, strictly in order."""
         pool = self.pool
         owed = sum(pool.blocks_for(len(r.token_ids)) - len(r.block_ids) for r in prefills)
@@ -168,51 +174,48 @@ class Scheduler:
             if request.status is not Status.WAITING:
                 heapq.heappop(self._heap)
                 continue
-            if len(self.running) + self._pending_forks + request.num_pending_forks >= self.max_num_seqs:
+            seats = len(self.running) + self._pending_forks
+            if seats + request.num_pending_forks >= self.max_num_seqs:
                 break
             reads_cache = pool.enable_prefix_caching and request.params.prompt_logprobs is None
             hits = pool.find_prefix(request) if reads_cache else []
             need = pool.blocks_for(len(request.token_ids)) - len(hits)
             idle_hits = sum(pool.ref_counts[block] == 0 for block in hits)
-            if need + idle_hits + owed + (self._reserve if self.running else 0) > pool.num_free:
+            if need + idle_hits + owed + seats > pool.num_free:
                 break
             heapq.heappop(self._heap)
-            self.stats.prefix_queries += len(request.token_ids)
-            self.stats.prefix_hits += len(hits) * pool.block_size
+            if reads_cache:
+                self.stats.prefix_queries += len(request.token_ids)
+                self.stats.prefix_hits += len(hits) * pool.block_size
             pool.adopt_prefix(request, hits)
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed_tokens
             request.status = Status.RUNNING
             self._pending_forks += request.num_pending_forks
             self._insert(request)
-            num = min(len(request.token_ids) - request.num_computed_tokens, left)
+            num = len(request.token_ids) - request.num_computed_tokens
+            if num > left:
+                num = left - left // 2 if self._heap else left
             self._make_room(request, num, step)
-            self._put(request, num, step)
+            self._put(request, num, step, shares)
             owed += pool.blocks_for(len(request.token_ids)) - len(request.block_ids)
 
-    def _widen(self, request: Request, step: Step) -> None:
-        """Gives the oldest prompt what nobody else wanted of the budget."""
-        if request.status is not Status.RUNNING or request not in step.requests:
-            return
-        i = step.requests.index(request)
-        scheduled = step.num_scheduled_tokens[i]
-        lacking = len(request.token_ids) - request.num_computed_tokens - scheduled
-        more = min(lacking, self.max_num_batched_tokens - step.total_tokens)
-        held = len(request.block_ids) * self.pool.block_size - request.num_computed_tokens - scheduled
-        more = min(more, held + self.pool.num_free * self.pool.block_size)
-        if more > 0:
-            end = request.num_computed_tokens + scheduled + more
-            request.block_ids += self.pool.allocate(self.pool.blocks_for(end) - len(request.block_ids))
-            step.num_scheduled_tokens[i] += more
-            step.total_tokens += more
+    def _widen(self, step: Step, shares: dict[Request, int]) -> None:
+        """Gives what nobody wanted of the budget to the prompts that lack more, oldest first."""
+        for request, num in shares.items():
+            left = self.max_num_batched_tokens - step.total_tokens
+            more = min(len(request.token_ids) - request.num_computed_tokens - num, left)
+            if more > 0:
+                self._make_room(request, num + more, step)  # preempts nobody: there is room for `num` already
+                more = min(more, self._room(request) - num)
+                self._put(request, more, step, shares)
 
     def _room(self, request: Request) -> int:
         """Tokens beyond those computed that the request's blocks can take."""
         return len(request.block_ids) * self.pool.block_size - request.num_computed_tokens
 
-    def _put(self, request: Request, num: int, step: Step) -> None:
-        step.requests.append(request)
-        step.num_scheduled_tokens.append(num)
+    def _put(self, request: Request, num: int, step: Step, shares: dict[Request, int]) -> None:
+        shares[request] = shares.get(request, 0) + num
         step.total_tokens += num
 
     def _make_room(self, request: Request, num: int, step: Step) -> bool:
@@ -222,36 +225,34 @@ class Scheduler:
         last and had to be preempted.
         """
         pool = self.pool
-        copy = 0
-        if request.shares_last_block:
-            copy = int(pool.ref_counts[request.block_ids[-1]] > 1)
-            request.shares_last_block = False
-        want = pool.blocks_for(request.num_computed_tokens + num) - len(request.block_ids)
-        least = copy + int(want > 0 and self._room(request) <= 0)
-        while pool.num_free < least:
+        while not pool.num_free and (self._room(request) <= 0 or self._writes_shared(request)):
             victim = self.running[-1]
             self._preempt(victim, step)
             if victim is request:
                 return False
-        if copy:
+        if self._writes_shared(request):
             shared = request.block_ids[-1]
             (own,) = pool.allocate(1)
             request.block_ids[-1] = own
             pool.free([shared])
             step.block_copies.append((shared, own))
-        if want > 0:
-            request.block_ids += pool.allocate(min(want, pool.num_free))
+        request.shares_last_block = False
+        want = pool.blocks_for(request.num_computed_tokens + num) - len(request.block_ids)
+        request.block_ids += pool.allocate(min(want, pool.num_free))
         return True
+
+    def _writes_shared(self, request: Request) -> bool:
+        """True where the request's next token belongs into a block that another sequence still holds."""
+        return request.shares_last_block and self.pool.ref_counts[request.block_ids[-1]] > 1
 
     def _preempt(self, request: Request, step: Step) -> None:
         """Takes all blocks from the last running request and queues it again; it leaves the step if it was in it."""
         assert self.running[-1] is request
         self.running.pop()
-        for i in range(len(step.requests) - 1, -1, -1):
-            if step.requests[i] is request:
-                step.total_tokens -= step.num_scheduled_tokens[i]
-                del step.requests[i], step.num_scheduled_tokens[i]
-                break
+        if request in step.requests:  # decoding; prompts are scheduled in order, so the last is not in yet
+            i = step.requests.index(request)
+            step.total_tokens -= step.num_scheduled_tokens[i]
+            del step.requests[i], step.num_scheduled_tokens[i]
         self._release(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -268,10 +269,9 @@ class Scheduler:
         publish = self.pool.publish
         forks: dict[int, list[Request]] = {}
         ended = False
-        if output.fork_token_ids or output.errors:
-            for i, reason in output.errors.items():
-                self._end(step.requests[i], "error", reason)
-                ended = True
+        for i, reason in output.errors.items():
+            self._end(step.requests[i], "error", reason)
+            ended = True
         for i, (request, num, token) in enumerate(
             zip(step.requests, step.num_scheduled_tokens, output.token_ids, strict=True)
         ):
@@ -309,8 +309,7 @@ class Scheduler:
             self._requests[child.request_id] = child
             self._insert(child)
             children.append(child)
-            if token in child.end_token_ids or len(child.token_ids) >= child.limit_tokens:
-                self._end_if_due(child, token)
+            self._end_if_due(child, token)
         self._pending_forks -= request.num_pending_forks
         request.num_pending_forks = 0
         return children
@@ -331,6 +330,9 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
+        self._num_sequences[request.parent_id] -= 1 + request.num_pending_forks
+        if not self._num_sequences[request.parent_id]:
+            del self._num_sequences[request.parent_id]
 
     def _release(self, request: Request) -> None:
         """Gives back the blocks and seats of a running request."""
@@ -345,6 +347,9 @@ class Scheduler:
         return (request.priority if self.by_priority else 0, request.arrival, request.sequence_index)
 
     def _enqueue(self, request: Request) -> None:
+        if len(self._heap) > 2 * self.num_waiting + 64:  # mostly aborted ones
+            self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
+            heapq.heapify(self._heap)
         heapq.heappush(self._heap, (self._order(request), request))
 
     def _insert(self, request: Request) -> None:

@@ -74,7 +74,8 @@ def _shards(folder: Path, index_name: str, pattern: str) -> tuple[list[Path], di
     """The files that hold tensors and, where there is an index, the file of each tensor."""
     index = folder / index_name
     if not index.exists():
-        return sorted(folder.glob(pattern)), None
+        single = folder / index_name.removesuffix(".index.json")
+        return [single] if single.exists() else sorted(folder.glob(pattern)), None
     content = _read_json(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class _Loader:
             else:
                 weight = quant.canonicalise(layer, tensors)
             weight.check(layer)
+            weight = weight.without_trivial_order()
         except CheckpointError as error:
             if error.file is not None:
                 raise
@@ -149,16 +150,21 @@ class _Loader:
         if layer is None:
             if not config.tie_word_embeddings:
                 logger.warning("config.json says that the head is not tied, but none is stored: the embedding is used")
-            layer = LinearLayer("lm_head", config.hidden_size, config.vocab_size)
-            return self._prepare(layer.name, [layer], QuantizedWeight.from_float(embedding), "the embedding")
+            return self._tied_head(LinearLayer("lm_head", config.hidden_size, config.vocab_size), embedding)
         weight = self.weight(layer)
         if weight.spec.is_float and weight.bias is None and torch.equal(weight.codes.to(embedding), embedding):
-            return self._prepare(layer.name, [layer], QuantizedWeight.from_float(embedding), "the embedding")
+            return self._tied_head(layer, embedding)
         if config.tie_word_embeddings:
             logger.warning(
                 "config.json says that the head is tied, but %s differs from the embedding: it is used", layer.name
             )
         return self._prepare(layer.name, [layer], weight)
+
+    def _tied_head(self, layer: LinearLayer, embedding: Tensor) -> nn.Module:
+        method = self._prepare(layer.name, [layer], QuantizedWeight.from_float(embedding), "the embedding")
+        if any(buffer.data_ptr() == embedding.data_ptr() for buffer in method.buffers()):
+            self.reports[-1] = replace(self.reports[-1], num_bytes=0)
+        return method
 
     def account(self) -> None:
         """Complains about tensors that nobody read: an error where they look quantised, else one warning."""

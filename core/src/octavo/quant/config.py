@@ -116,17 +116,16 @@ class QuantConfig(BaseModel):
                 value = remaining.pop(spelling)
                 if isinstance(value, str):
                     value = value.lower()
-                if field in values and value is not None and values[field] != value:
+                if value is not None and values.get(field) is not None and values[field] != value:
                     raise CheckpointError(
                         f"{cls.name}: two spellings of one setting disagree",
                         file=source.where,
                         found=f"{spelled[field]} = {values[field]!r}, {spelling} = {value!r}",
                     )
-                if value is not None or field not in values:
+                if value is not None:
                     values[field], spelled[field] = value, spelling
-        known = {k: v for k, v in values.items() if v is not None}
         try:
-            config = cls(**known)
+            config = cls(**values)
         except ValidationError as error:
             first = error.errors()[0]
             field = str(first["loc"][0]) if first["loc"] else "?"

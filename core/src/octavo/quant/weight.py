@@ -197,6 +197,17 @@ class QuantizedWeight:
             groups = groups.repeat_interleave(out_group, dim=0)[: self.out_features]
         return groups
 
+    def without_trivial_order(self) -> QuantizedWeight:
+        """The same weight without a `group_index` that only says k // group, as writers store it for every layer."""
+        if self.group_index is None or self.scales is None:
+            return self
+        group = self.spec.group_shape[1]
+        plain = torch.arange(self.in_features, device=self.codes.device)
+        plain = torch.zeros_like(plain) if group == -1 else plain // group
+        if not torch.equal(self.group_index.long(), plain):
+            return self
+        return replace(self, spec=replace(self.spec, act_order=False), group_index=None)
+
     def slice_out(self, start: int, stop: int) -> QuantizedWeight:
         """Outputs start..stop (column-parallel): exact for any bounds; blocks that are cut become per-row scales."""
         whole = self if start % max(self.spec.group_shape[0], 1) == 0 else self._with_row_scales()

@@ -86,6 +86,9 @@ class AttentionBackendSuite(Suite):
     def test_decode_and_chunked_prefill_in_one_step(self) -> None:
         self._compare(self._accepted(rows=MIXED))
 
+    def test_long_sequences(self) -> None:
+        self._compare(self._accepted(rows=((1, 257), (1, 1100), (40, 600), (1, 5))))
+
     def test_heads_share_kv_heads(self) -> None:
         counts = ((2, 2), (4, 2), (6, 2), (8, 1), (16, 2), (9, 3), (1, 1))
         self._compare(self._accepted(replace(PLAIN, heads=h, kv_heads=kv) for h, kv in counts))
@@ -94,7 +97,7 @@ class AttentionBackendSuite(Suite):
         self._compare(self._accepted(replace(PLAIN, head_dim=size) for size in (32, 64, 80, 128)))
 
     def test_scale(self) -> None:
-        self._compare(self._accepted(replace(PLAIN, scale=scale) for scale in (0.05, 0.5)))
+        self._compare(self._accepted(replace(PLAIN, scale=scale) for scale in (0.05, 0.5, 4.0)))
 
     def test_sliding_window(self) -> None:
         layers = [replace(PLAIN, sliding_window=window) for window in (1, 5, 16, 17, 33, 1000)]
@@ -104,6 +107,24 @@ class AttentionBackendSuite(Suite):
     def test_soft_cap(self) -> None:
         layers = [replace(PLAIN, soft_cap=cap, sliding_window=window) for cap in (0.5, 30.0) for window in (None, 7)]
         self._compare(self._accepted(layers))
+
+    def test_layers_may_differ(self) -> None:
+        layers = [PLAIN, replace(PLAIN, index=1, sliding_window=5), replace(PLAIN, index=2, soft_cap=2.0, scale=0.3)]
+        wrong, cells = [], self._accepted()
+        for cell in cells:
+            request = replace(cell.request(_platform(self.device)), layers=layers)
+            if refusal(self.backend, request) is not None:
+                continue
+            pool, backend = cell.pool(), self.backend(request)
+            query, kv = pool.queries().to(self.device), pool.blocks(cell.kv_dtype, self.device)
+            with torch.inference_mode():
+                plan = backend.plan(pool.batch(self.device))
+                found = [backend.forward(layer, query, kv, plan) for layer in layers]
+            for layer, result in zip(layers, found, strict=True):
+                expected, tolerance = expected_attention(replace(cell, layer=layer), pool)
+                if (reason := deviation(result.cpu(), expected, tolerance)) is not None:
+                    wrong.append(f"{replace(cell, layer=layer)}, one of three layers: {reason}")
+        expect_none_wrong(wrong, 3 * len(cells))
 
     def test_block_sizes(self) -> None:
         for block_size in (1, 8, 16, 32, 128):
@@ -125,7 +146,10 @@ class AttentionBackendSuite(Suite):
 
     def test_a_request_alone_equals_it_in_a_batch(self) -> None:
         exact = self.device == "cpu" or getattr(self.backend, "batch_invariant", False)
-        wrong, cells = [], self._accepted((PLAIN, replace(PLAIN, sliding_window=7), replace(PLAIN, heads=9, kv_heads=3)))
+        wrong, cells = (
+            [],
+            self._accepted((PLAIN, replace(PLAIN, sliding_window=7), replace(PLAIN, heads=9, kv_heads=3))),
+        )
         for cell in cells:
             pool = cell.pool()
             batch, tolerance = self._run(cell, pool), expected_attention(cell, pool)[1]
@@ -148,7 +172,10 @@ class AttentionBackendSuite(Suite):
             backend = self.backend(cell.request(_platform(self.device)))
             with torch.inference_mode():
                 plans = [backend.plan(pool.batch(self.device)) for pool in pools]
-                work = [(p.queries().to(self.device), p.blocks(cell.kv_dtype, self.device), plan) for p, plan in zip(pools, plans, strict=True)]
+                work = [
+                    (p.queries().to(self.device), p.blocks(cell.kv_dtype, self.device), plan)
+                    for p, plan in zip(pools, plans, strict=True)
+                ]
                 results = [backend.forward(cell.layer, *job) for job in work]
                 kept = [result.clone() for result in results]
                 again = [backend.forward(cell.layer, *job) for job in reversed(work)][::-1]
@@ -156,7 +183,7 @@ class AttentionBackendSuite(Suite):
                 wrong.append(f"{cell}: a later call overwrote an earlier result")
             if not all(same_bits(now, then) for now, then in zip(again, kept, strict=True)):
                 wrong.append(f"{cell}: the same step gives another result after another step")
-            if not same_bits(kept[1], self._run(replace(cell, rows=DECODE), pools[1])):
+            if not all(same_bits(then, self._run(cell, pool)) for then, pool in zip(kept, pools, strict=True)):
                 wrong.append(f"{cell}: a step planned and run between others gives another result")
         expect_none_wrong(wrong, len(cells))
 
@@ -165,8 +192,15 @@ class AttentionBackendSuite(Suite):
         for cell in cells:
             pool = cell.pool()
             backend = self.backend(cell.request(_platform(self.device)))
-            query, kv, batch = pool.queries().to(self.device), pool.blocks(cell.kv_dtype, self.device), pool.batch(self.device)
-            given = {"query": query, **{name: getattr(kv, name) for name in ("key", "value", "key_scale", "value_scale")}}
+            query, kv, batch = (
+                pool.queries().to(self.device),
+                pool.blocks(cell.kv_dtype, self.device),
+                pool.batch(self.device),
+            )
+            given = {
+                "query": query,
+                **{name: getattr(kv, name) for name in ("key", "value", "key_scale", "value_scale")},
+            }
             given |= {f.name: getattr(batch, f.name) for f in fields(batch)}
             tensors = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
             before = {name: as_bytes(tensor).clone() for name, tensor in tensors.items()}

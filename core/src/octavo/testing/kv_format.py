@@ -62,7 +62,9 @@ class KVFormatSuite(Suite):
             kv = kv_format.allocate(NUM_BLOCKS, self.device)
             dims = (NUM_BLOCKS, geometry.kv_heads, geometry.block_size)
             for tensor in kv.tensors:
-                assert tuple(tensor.shape[:3]) == dims, f"{geometry}: a tensor is {tuple(tensor.shape)}, not {dims} + ..."
+                assert tuple(tensor.shape[:3]) == dims, (
+                    f"{geometry}: a tensor is {tuple(tensor.shape)}, not {dims} + ..."
+                )
             for tensor in (kv.key, kv.value):
                 assert tensor.dtype == kv_format.storage, f"storage is {kv_format.storage}, blocks are {tensor.dtype}"
             decoded = kv_format.decode(_layer(geometry), kv, torch.tensor([3, 0], device=self.device))
@@ -94,7 +96,9 @@ class KVFormatSuite(Suite):
         for geometry in _geometries():
             written = _Written(self.format, geometry, self.device, extreme=True)
             for name, found, given in written.read():
-                assert bool(torch.isfinite(found).all()), f"{geometry}: {name} of 0 and +-1e4 come back as NaN or infinite"
+                assert bool(torch.isfinite(found).all()), (
+                    f"{geometry}: {name} of 0 and +-1e4 come back as NaN or infinite"
+                )
                 assert bool((found[given == 0] == 0).all()), f"{geometry}: {name} of 0 comes back as another value"
                 assert bool((found.sign() == given.sign()).all()), f"{geometry}: {name} of +-1e4 lost its sign"
 
@@ -169,17 +173,21 @@ class KVFormatSuite(Suite):
             everything = written.decode(range(NUM_BLOCKS))
             for ids in ([4], [6, 0, 2], [1, 1, 5], list(range(NUM_BLOCKS))[::-1]):
                 for found, whole in zip(written.decode(ids).tensors, everything.tensors, strict=True):
-                    assert same_bits(found, whole[ids]), f"{geometry}: decode of blocks {ids} differs from decode of all"
+                    assert same_bits(found, whole[ids]), (
+                        f"{geometry}: decode of blocks {ids} differs from decode of all"
+                    )
 
     def test_raw_storage_with_folded_scales_equals_decoded_blocks(self) -> None:
-        """What a backend that reads the storage type computes, between fold and unfold, against attention over decoded blocks."""
+        """A backend that reads the storage type computes, between fold and unfold, what it computes over decoded blocks."""
         for geometry in _geometries(dtypes=(torch.float32,)):
             written = _attended(self.format, geometry, self.device)
             if written is None:
                 continue
             kv_format, kv, pool, layer = written
             platform = Platform.detect(self.device)
-            backend = ReferenceAttention(AttentionRequest([layer], torch.float32, geometry.block_size, torch.float32, platform))
+            backend = ReferenceAttention(
+                AttentionRequest([layer], torch.float32, geometry.block_size, torch.float32, platform)
+            )
             plan, query = backend.plan(pool.batch(self.device)), pool.queries().to(self.device)
             decoded = kv_format.decode(layer, kv, torch.arange(pool.num_blocks, device=self.device))
             expected = backend.forward(layer, query, decoded, plan)
@@ -191,8 +199,9 @@ class KVFormatSuite(Suite):
     def read_error(self, given: Tensor, kv_format: KVFormat) -> Tensor:
         """How far values (..., head_dim) may come back from what was written: half a step of the storage type.
 
-        Floating storage: half a unit in the last place, or of its smallest number at the scale that spans the token's head.
-        8-bit integers: a symmetric scale per token and head; smaller ones: 4 bits. Plus one rounding to the compute type.
+        Floating storage: half a unit in the last place, or half its smallest number at scale 1, or at the scale that spans
+        the token's head where that is more. int8: a symmetric scale per token and head; other integers: 4 bits of that.
+        Plus one rounding to the compute type.
         """
         wide = given.double().abs()
         largest = wide.amax(-1, keepdim=True)

@@ -14,6 +14,8 @@ from octavo.quant.weight import CODES, FLOAT, ActivationSpec, QuantizedWeight, W
 from octavo.testing.weights import on_device, random_weight
 
 ROWS = (1, 2, 7, 8, 9, 17, 64)
+MANY_ROWS = 130
+"""Tried with one shape of each spec: kernels change their path for prompts."""
 SHAPES = ((320, 48), (256, 128), (97, 33), (264, 7), (33, 130), (1, 1))
 """(in_features, out_features): multiples of common tiles, and what is left over when tiles do not fit."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,12 +35,18 @@ class WeightCell:
     balanced: bool = True
     scale_dtype: torch.dtype = torch.float32
     transposed: bool = False  # codes come as a transposed view, as formats that pack along the inputs unpack them
+    turn: int = 0  # says which compute types come with a bias; alternates over specs and shapes
 
     def __str__(self) -> str:
         details = [f"{self.zeros} zeros"] if self.spec.has_zeros else []
         details += ["groups of unequal size"] if not self.balanced else []
         details += ["transposed codes"] if self.transposed else []
         return ", ".join([f"{self.spec} {self.out_features} x {self.in_features}", *details])
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of rows to multiply with, largest last."""
+        return (*ROWS, MANY_ROWS) if self.turn % len(SHAPES) == 0 else ROWS
 
     def weight(self, device: str, seed: int = 0) -> QuantizedWeight:
         """The weight, with a bias; the same at each call."""
@@ -67,7 +75,8 @@ def weight_cells() -> Iterator[WeightCell]:
     for number, (spec, zeros, balanced) in enumerate(_specs()):
         for place, (in_features, out_features) in enumerate(SHAPES):
             scale_dtype, transposed = scale_dtypes[(number + place) % 3], (number + place) % 4 == 3
-            yield WeightCell(spec, in_features, out_features, zeros, balanced, scale_dtype, transposed)
+            turn = number + place
+            yield WeightCell(spec, in_features, out_features, zeros, balanced, scale_dtype, transposed, turn)
 
 
 def _specs() -> Iterator[tuple[WeightSpec, str, bool]]:
@@ -105,9 +114,9 @@ def activation_cells() -> Iterator[WeightCell]:
     specs += [WeightSpec("fp8_e4m3", shape, activation=a) for a in fp8 for shape in ((1, -1), (-1, -1))]
     specs += [WeightSpec("fp8_e4m3", (128, 128), activation=ActivationSpec("fp8_e4m3", "per_group"))]
     specs += [WeightSpec("uint4", (1, 32), has_zeros=True, activation=int8[0])]
-    for spec in specs:
-        for in_features, out_features in SHAPES:
-            yield WeightCell(spec, in_features, out_features, "integer")
+    for number, spec in enumerate(specs):
+        for place, (in_features, out_features) in enumerate(SHAPES):
+            yield WeightCell(spec, in_features, out_features, "integer", turn=number + place)
 
 
 def nonsense(platform: Platform) -> Iterator[LinearRequest]:
@@ -182,7 +191,8 @@ def _quantised(x: Tensor, weight: QuantizedWeight, nudge: float) -> Tensor:
     size = weight.spec.group_shape[1] if activation.granularity == "per_group" else -1
     size = wide.shape[1] if size == -1 else size
     rest = -wide.shape[1] % size
-    groups = torch.nn.functional.pad(wide, (0, rest)).unflatten(1, (-1, size))
+    padded = torch.nn.functional.pad(wide, (0, rest))
+    groups = padded.view(len(wide), -1, size)
     zero = torch.zeros_like(groups[..., :1])
     if not activation.dynamic:
         assert weight.input_scale is not None

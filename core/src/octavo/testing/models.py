@@ -135,18 +135,15 @@ def tiny_model(
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
     generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in float_tensors(config, generator).items():
-        module, _, suffix = name.rpartition(".")
-        stored = tensor.to(dtype)
-        linear = suffix == "weight" and module.endswith("_proj")
-        if quantize is None or not linear or any(fnmatchcase(module, pattern) for pattern in skip):
-            tensors.setdefault(name, stored)  # the format may already have stored the bias
-            continue
-        quant_config, spec = quantize
-        layer = LinearLayer(module, tensor.shape[1], tensor.shape[0])
-        weight = _quantised(stored, spec, generator)
-        tensors |= {f"{module}.{key}": value for key, value in quant_config.serialise(layer, weight).items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in float_tensors(config, generator).items()}
+    if quantize is not None:
+        for module in [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]:
+            if not any(fnmatchcase(module, pattern) for pattern in skip):
+                plain, bias = tensors.pop(f"{module}.weight"), tensors.pop(f"{module}.bias", None)
+                layer = LinearLayer(module, plain.shape[1], plain.shape[0])
+                weight = replace(_quantised(plain, quantize[1], generator), bias=bias)
+                stored = quantize[0].serialise(layer, weight)
+                tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in stored.items()}
     _save(folder, tensors, shards)
     return folder
 
@@ -179,10 +176,10 @@ def float_tensors(config: Mapping[str, Any], generator: torch.Generator) -> dict
         if bias:
             tensors[f"{name}.bias"] = normal(out_features) * 0.3
 
-    def norm(name: str, size: int) -> None:
-        tensors[f"{name}.weight"] = 1 + 0.1 * normal(size)
+    def norm(name: str, size: int, around: float = 1.0) -> None:
+        tensors[f"{name}.weight"] = around + 0.1 * normal(size)
 
-    tensors["model.embed_tokens.weight"] = normal(vocab, hidden) * 0.5
+    tensors["model.embed_tokens.weight"] = normal(vocab, hidden) * 0.15
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         bias = bool(config.get("attention_bias"))
@@ -190,8 +187,8 @@ def float_tensors(config: Mapping[str, Any], generator: torch.Generator) -> dict
         for name, size in (("q", query), ("k", key), ("v", key)):
             linear(f"{layer}.self_attn.{name}_proj", size, hidden, bias or qwen2)
         if qwen3:
-            norm(f"{layer}.self_attn.q_norm", config["head_dim"])
-            norm(f"{layer}.self_attn.k_norm", config["head_dim"])
+            norm(f"{layer}.self_attn.q_norm", config["head_dim"], 2.0)
+            norm(f"{layer}.self_attn.k_norm", config["head_dim"], 2.0)
         linear(f"{layer}.self_attn.o_proj", hidden, query, bias)
         norm(f"{layer}.post_attention_layernorm", hidden)
         for name in ("gate", "up"):

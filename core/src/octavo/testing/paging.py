@@ -14,7 +14,7 @@ from octavo.attention.kv_format import PagedKV
 
 @dataclass(frozen=True, slots=True)
 class PagedSequence:
-    """One request of a batch: its K and V (seq_len, kv_heads, head_dim), its queries (query_len, heads, head_dim), its blocks."""
+    """One request of a batch. `key` and `value` (seq_len, kv_heads, head_dim), `query` (query_len, heads, head_dim)."""
 
     key: Tensor
     value: Tensor
@@ -74,7 +74,7 @@ class Pool:
         return replace(batch, **{name: getattr(batch, name).to(device) for name in names})
 
     def blocks(self, dtype: torch.dtype, device: str, unwritten: float = float("nan")) -> LayerKV:
-        """K and V of all sequences in storage of `dtype`, every other slot `unwritten`. int8 comes with a scale per token and head."""
+        """All sequences in storage of `dtype`, every other slot `unwritten`. int8 comes with a scale per token and head."""
         kv_heads, head_dim = self.sequences[0].key.shape[1:]
         shape = (self.num_blocks, kv_heads, self.block_size)
         tensors = []
@@ -87,7 +87,10 @@ class Pool:
         if dtype != torch.int8:
             return LayerKV(*(t.to(device, dtype) for t in tensors))
         scales = [t.abs().amax(-1) / 127 for t in tensors]
-        codes = [(t / s[..., None]).nan_to_num(nan=99.0).round().to(device, dtype) for t, s in zip(tensors, scales, strict=True)]
+        codes = [
+            (t / s[..., None]).nan_to_num(nan=99.0).round().to(device, dtype)
+            for t, s in zip(tensors, scales, strict=True)
+        ]
         return LayerKV(*codes, *(s.to(device) for s in scales))
 
 
@@ -140,4 +143,6 @@ def hostile(kv: PagedKV, block_ids: Sequence[int]) -> None:
     for layer in kv.layers:
         for tensor in layer.tensors:
             if tensor.dtype.is_floating_point and len(ids):
-                tensor[ids.to(tensor.device)] = torch.full_like(tensor[:1], float("nan")).expand(len(ids), *tensor.shape[1:])
+                tensor[ids.to(tensor.device)] = torch.full_like(tensor[:1], float("nan")).expand(
+                    len(ids), *tensor.shape[1:]
+                )

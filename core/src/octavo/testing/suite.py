@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+
+from octavo.attention.backend import AttentionBackend
+from octavo.quant.linear import LinearMethod
 
 SHOWN_FAILURES = 8
 """Wrong cells that a failing test lists; it counts the others."""
@@ -33,15 +36,7 @@ class Suite:
             pytest.skip("needs a CUDA device")
 
 
-class Refuser(Protocol):
-    """A class of the choosing trio: linear methods and attention backends."""
-
-    __name__: str
-
-    def why_not(self, request: Any, /) -> str | None: ...
-
-
-def refusal(subject: Refuser, request: object) -> str | None:
+def refusal(subject: type[LinearMethod] | type[AttentionBackend], request: Any) -> str | None:
     """The subject's answer to a request; fails unless it is None or a sentence, and where it raises."""
     try:
         answer = subject.why_not(request)

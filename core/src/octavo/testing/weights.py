@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.quant.quantizer import round_to_nearest
 from octavo.quant.weight import CODES, QuantizedWeight, WeightSpec
+
+FIELDS = ("codes", "scales", "zeros", "group_index", "input_scale", "input_zero", "bias")
+"""The tensors of a `QuantizedWeight`."""
 
 
 def random_weight(
@@ -69,7 +73,7 @@ def random_group_index(
 
 
 def quantise(weight: Tensor, spec: WeightSpec, generator: torch.Generator) -> QuantizedWeight:
-    """Rounds a float weight (out, in) to `spec` as `round_to_nearest` does, but with random act-order groups where it has them."""
+    """Rounds a float weight (out, in) to `spec` like `round_to_nearest`, with random groups for act-order specs."""
     if not spec.act_order:
         return round_to_nearest(weight, spec)
     order = torch.randperm(weight.shape[1], generator=generator)
@@ -83,6 +87,6 @@ def quantise(weight: Tensor, spec: WeightSpec, generator: torch.Generator) -> Qu
 
 def on_device(weight: QuantizedWeight, device: str) -> QuantizedWeight:
     """The same weight with all tensors on `device`."""
-    fields = ("codes", "scales", "zeros", "group_index", "input_scale", "input_zero", "bias")
-    moved = {name: getattr(weight, name) for name in fields}
-    return replace(weight, **{name: None if t is None else t.to(device) for name, t in moved.items()})
+    tensors = {name: value for name in FIELDS if (value := getattr(weight, name)) is not None}
+    moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return replace(weight, **moved)

@@ -44,16 +44,16 @@ class AWQConfig(QuantConfig):
     Writers: AutoAWQ, GPTQModel, auto-round, llm-awq. Paper: Lin et al., "AWQ", arXiv 2306.00978.
     """
 
-    name: ClassVar[str] = "awq"
-    method_names: ClassVar[tuple[str, ...]] = ("awq_marlin", "auto_awq")  # other kernels for the same files
+    name = "awq"
+    method_names = ("awq_marlin", "auto_awq")  # other kernels for the same files
     aliases_of: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "bits": ("w_bit",),
         "group_size": ("q_group_size",),
         "version": ("format", "checkpoint_format"),
     }
-    ignored_keys: ClassVar[frozenset[str]] = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
-    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scaled_zeros", "scales", "bias")
-    activation_scales: ClassVar[tuple[str, ...]] = ("act.scales", "act_fn.scales")
+    ignored_keys = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
+    suffixes = ("qweight", "qzeros", "scaled_zeros", "scales", "bias")
+    activation_scales = ("act.scales", "act_fn.scales")
 
     bits: Literal[4] = 4
     group_size: int | None = None
@@ -158,20 +158,20 @@ class AWQConfig(QuantConfig):
         if "g_idx" not in stored and self.layout.name in fits:
             return
         if "g_idx" in stored or (looks_like_gptq(qweight, scales) and layer.out_features == scales.shape[1]):
-            found, hint = "GPTQ, which packs inputs: (K * bits / 32, N)", "set quant_method to gptq"
+            found, hint = "GPTQ, whose qweight is (K * bits / 32, N)", "set quant_method to gptq"
         elif looks_like_marlin(qweight, scales):
-            found, hint = "marlin: (K / 16, 2 N)", _MARLIN
+            found, hint = "Marlin tiles, whose qweight is (K / 16, 2 N)", _MARLIN
         elif fits:
             instead = ' instead of "backend": "llm-awq"' if self.backend == "llm-awq" else ""
             found, hint = f"AWQ {fits[0]}", f'set "version": "{fits[0]}" in the quantization settings{instead}'
         else:
             return  # damaged, or another model's: the comparison of shapes will name the tensor
         raise CheckpointError(
-            f"{layer.name}: the settings say AWQ {self.layout.name}, the tensors lie as {found.partition(',')[0]}",
+            f"{layer.name}: the settings say AWQ {self.layout.name}, the tensors lie as {found}",
             file=qweight.file,
             tensor=qweight.name,
             expected=f"{self.layout.shapes(*sizes, sizes[0])[0]} of {self.layout.word} for K = {sizes[0]}, N = {sizes[1]}",
-            found=f"{qweight.shape} of {qweight.dtype} with scales {scales.shape}: {found}",
+            found=f"{qweight.shape} of {qweight.dtype} with scales {scales.shape}",
             hint=hint,
         )
 

@@ -273,9 +273,12 @@ def _nibbles(zeros: Tensor) -> Tensor:
 
 
 def _group_from_padding(in_features: int, num_scales: int) -> int | None:
-    """The one group size of 32, 64 and 128, all that the kernels of these layouts know, whose padded scales fit."""
-    fits = [g for g in (32, 64, 128) if in_features % g == 0 and 8 * (padded_words(in_features, g) or 0) == num_scales]
-    return fits[0] if len(fits) == 1 else None
+    """The group size of 32, 64 and 128, all that the kernels of these layouts know, whose padded scales fit.
+
+    At most one does: the padded widths are 4, 2 and 1 times ceil(in_features / 1024) words.
+    """
+    known = [group for group in (32, 64, 128) if in_features % group == 0]
+    return next((group for group in known if 8 * (padded_words(in_features, group) or 0) == num_scales), None)
 
 
 def _pad(values: Tensor, in_features: int, group: int) -> Tensor:

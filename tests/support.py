@@ -1,0 +1,75 @@
+"""Engines for tests: hostile memory around real models, and scripted models behind the whole front end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from octavo import LLM, EngineConfig, Executor, KVGeometry, ModelInfo, Platform, Registry, Step, StepOutput, discover
+from octavo.attention.backend import AttentionRequest
+from octavo.attention.kv_format import PagedKV, PlainKV
+from octavo.attention.reference import ReferenceAttention
+from octavo.engine.runner import Runner
+from octavo.testing import ScriptedModel, hostile, tiny_tokenizer
+
+VOCAB_SIZE = 288
+
+
+def registry() -> Registry:
+    return discover(Platform.detect("cpu"))
+
+
+def make_hostile(llm: LLM) -> LLM:
+    """Fills every free block that holds no cached prefix with NaN before each step."""
+    engine = llm.engine
+    pool, step = engine.scheduler.pool, engine.step
+
+    def poisoned_step() -> object:
+        free = [b for b in range(pool.num_blocks) if pool.ref_counts[b] == 0 and pool._keys[b] is None]
+        hostile(engine.executor.runner.kv, free)
+        pool.check([r.block_ids for r in engine.scheduler])
+        return step()
+
+    engine.step = poisoned_step
+    return llm
+
+
+def scripted_llm(
+    folder: Path, scripts: Mapping[Sequence[int], Sequence[int]], *, words: Sequence[str] = (), **settings: object
+) -> LLM:
+    """An LLM whose model answers each prompt of `scripts` with its output, through hostile paged memory.
+
+    `words` are extra tokens of the tokenizer, from id 259.
+    """
+    tiny_tokenizer(folder, words)
+    model = ScriptedModel(scripts, VOCAB_SIZE)
+
+    class ScriptedExecutor(Executor):
+        name = "scripted"
+
+        def __init__(self, config: EngineConfig, registry: Registry) -> None:
+            layers = list(model.attention_layers)
+            layer = layers[0]
+            geometry = KVGeometry(1, layer.kv_heads, layer.head_dim, config.block_size, torch.float32)
+            kv = PagedKV(PlainKV(geometry), layers, config.num_blocks_override or 64, "cpu")
+            request = AttentionRequest(layers, torch.float32, config.block_size, torch.float32, registry.platform)
+            info = ModelInfo(VOCAB_SIZE, config.max_model_len or 512, frozenset([model.end_token_id]))
+            self.runner = Runner.with_model(model, layers, kv, ReferenceAttention(request), info, registry)
+
+        @property
+        def num_blocks(self) -> int:
+            return self.runner.kv.num_blocks
+
+        @property
+        def model_info(self) -> ModelInfo:
+            return self.runner.info
+
+        def execute(self, step: Step) -> StepOutput:
+            return self.runner.execute(step)
+
+    installed = replace(registry(), executors={"scripted": ScriptedExecutor})
+    llm = LLM(str(folder), registry=installed, distributed_executor_backend="scripted", **settings)
+    return make_hostile(llm)
