@@ -65,7 +65,9 @@ def main() -> int:
     if options.json:
         print(json.dumps({"perplexity": value, "windows": options.windows, "seconds": seconds, "kernels": kernels}))
     else:
-        print(f"perplexity {value:.4f} over {options.windows} windows in {seconds:.0f} s; kernels: {', '.join(kernels)}")
+        print(
+            f"perplexity {value:.4f} over {options.windows} windows in {seconds:.0f} s; kernels: {', '.join(kernels)}"
+        )
     return 0
 
 

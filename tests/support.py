@@ -8,10 +8,23 @@ from pathlib import Path
 
 import torch
 
-from octavo import LLM, EngineConfig, Executor, KVGeometry, ModelInfo, Platform, Registry, Step, StepOutput, discover
+from octavo import (
+    LLM,
+    EngineConfig,
+    Executor,
+    KVGeometry,
+    ModelInfo,
+    Platform,
+    Registry,
+    SamplingParams,
+    Step,
+    StepOutput,
+    discover,
+)
 from octavo.attention.backend import AttentionRequest
-from octavo.attention.kv_format import PagedKV, PlainKV
+from octavo.attention.kv_format import AttentionStep, PagedKV, PlainKV
 from octavo.attention.reference import ReferenceAttention
+from octavo.engine.request import Request
 from octavo.engine.runner import Runner
 from octavo.testing import ScriptedModel, hostile, tiny_tokenizer
 
@@ -73,3 +86,15 @@ def scripted_llm(
     installed = replace(registry(), executors={"scripted": ScriptedExecutor})
     llm = LLM(str(folder), registry=installed, distributed_executor_backend="scripted", **settings)
     return make_hostile(llm)
+
+
+@torch.inference_mode()
+def all_logits(llm: LLM, token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits (tokens, vocab_size) at every position of a sequence, by the engine's own model, memory and kernels."""
+    runner = llm.engine.executor.runner
+    request = Request("probe", token_ids, SamplingParams())
+    request.block_ids = list(range(-(-len(token_ids) // llm.config.block_size)))
+    step = Step([request], [len(token_ids)], [], len(token_ids))
+    batch, ids, positions = runner._batch(step)
+    attention = AttentionStep(batch, runner.backend, runner.backend.plan(batch), runner.kv)
+    return runner.model.logits(runner.model.forward(ids, positions, attention))

@@ -43,7 +43,7 @@ def together(llm: LLM, prompts: list[dict[str, list[int]]], params: SamplingPara
 
 def test_v11_prompt_over_the_pool_is_refused_and_others_are_served(folder: Path) -> None:
     llm = engine(folder, blocks=10, block_size=16)
-    with pytest.raises(RequestError, match="200 tokens.*holds 160"):
+    with pytest.raises(RequestError, match=r"200 tokens.*holds 160"):
         llm.generate(prompt(200), GREEDY)
     assert together(llm, [prompt(5)]) == solo(folder, [prompt(5)])
 

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from octavo_awq.config import AWQConfig
 from safetensors.torch import load_file, save_file
 from support import registry
 
-from octavo import LLM, CheckpointError, ConfigError, LinearLayer, QuantizedWeight, SamplingParams, WeightSpec
-from octavo import round_to_nearest
+from octavo import (
+    LLM,
+    Checkpoint,
+    CheckpointError,
+    ConfigError,
+    LinearLayer,
+    QuantizedWeight,
+    SamplingParams,
+    WeightSpec,
+    round_to_nearest,
+)
 from octavo.testing import tiny_model
+from octavo_awq.config import AWQConfig
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 SPEC = WeightSpec("uint4", (1, 32), has_zeros=True)
@@ -23,9 +34,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["hello", "a longer prompt with more bytes"]
 
 
-def awq_model(folder: Path, skip: list[str] = [], **settings: object) -> Path:  # noqa: B006
+def awq_model(folder: Path, skip: Sequence[str] = (), layers: int = 2, **settings: object) -> Path:
     config = AWQConfig(bits=4, group_size=32)
-    return tiny_model(folder, quantize=(config, SPEC), settings={**AWQ, **settings}, skip=skip)
+    return tiny_model(
+        folder, quantize=(config, SPEC), settings={**AWQ, **settings}, skip=skip, num_hidden_layers=layers
+    )
 
 
 def load(folder: Path, **settings: object) -> LLM:
@@ -264,7 +277,9 @@ def test_v04_symmetric_zeros_stored_off_by_one_are_refused(tmp_path: Path) -> No
         settings={**AWQ, "zero_point": False},
     )
     assert tokens(load(folder))
-    seven = {n: torch.full_like(t, 0x77777777) for n, t in load_file(folder / "model.safetensors").items() if "qzeros" in n}
+    seven = {
+        n: torch.full_like(t, 0x77777777) for n, t in load_file(folder / "model.safetensors").items() if "qzeros" in n
+    }
     assert seven, "the symmetric model stores its zeros"
     with pytest.raises(CheckpointError, match="qzeros"):
         load(edit(folder, add=seven))
@@ -335,3 +350,27 @@ def test_v05_slices_keep_the_order(bound: int) -> None:
     weight = ordered(3)
     parts = [weight.slice_in(0, bound), weight.slice_in(bound, 64)]
     assert torch.equal(torch.cat([p.dequantize() for p in parts], dim=1), weight.dequantize())
+
+
+# --- memory
+
+
+def test_loading_holds_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed tensors are gone once their layer is prepared: peak memory is the result plus one layer."""
+    alive: set[int] = set()
+    most = 0
+    read = Checkpoint.read
+
+    def counted(self: Checkpoint, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(self, name)
+        if name.endswith(("qweight", "qzeros")):
+            alive.add(id(tensor))
+            weakref.finalize(tensor, alive.discard, id(tensor))
+            most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    load(awq_model(tmp_path, layers=6))
+    assert 0 < most <= 2 * 3, "at most the members of one fused group"
+    assert not alive

@@ -79,7 +79,7 @@ def test_v27_a_token_that_is_the_replacement_character(tmp_path: Path) -> None:
 def test_v28_prompt_that_ends_inside_a_character(tmp_path: Path) -> None:
     prompt = utf8("Hello world 🌶")[:-2]
     deltas, last, _ = run(tmp_path, prompt, utf8("🌶")[-2:] + utf8("!"))
-    assert [d for d in deltas if d][0] in ("🌶", "🌶!")
+    assert next(d for d in deltas if d) in ("🌶", "🌶!")
     assert last.completion.text == "🌶!"
 
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from octavo_awq.config import AWQConfig
 
 from octavo import EngineConfig, SamplingParams, WeightSpec
 from octavo.cli import build_parser, main
 from octavo.testing import tiny_model
+from octavo_awq.config import AWQConfig
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,17 @@ def test_generate_streams_and_sums_up(folder: Path, capsys: pytest.CaptureFixtur
 
 
 def test_generate_several_prompts_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["generate", str(folder), "--prompt", "first", "--prompt", "second", "--max-tokens", "4", "--ignore-eos"]
+    arguments = [
+        "generate",
+        str(folder),
+        "--prompt",
+        "first",
+        "--prompt",
+        "second",
+        "--max-tokens",
+        "4",
+        "--ignore-eos",
+    ]
     assert main([*arguments, "--n", "2", "--temperature", "1"]) == 0
     titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("=== ")]
     assert titles == ["=== first [0]", "=== first [1]", "=== second [0]", "=== second [1]"]
@@ -65,7 +75,7 @@ def test_inspect_table(folder: Path, capsys: pytest.CaptureFixture[str], monkeyp
         "model.layers.1.self_attn.o_proj",
         "uint4 g32 asym",
         "reference",
-        "computes with plain weights only",
+        "computes with plain weights",
         "KV memory",
         "total",
     ):

@@ -133,6 +133,8 @@ def test_suites_of_a_plugin_run_from_code(capsys, tmp_path, monkeypatch):
     summary = capsys.readouterr().out.splitlines()[-2:]
     assert all("passed" in line and " 0 failed" in line for line in summary)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["conftest.py", "pytest.ini"]
+    assert run_suites({}) == 5
+    assert "nothing to check" in capsys.readouterr().out
     with pytest.raises(PluginError, match="no plugin 'other'"):
         suites_for(registry, "other")
 

@@ -58,9 +58,16 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
         **{
             name: getattr(loaded.config, name)
             for name in (
-                "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-                "head_dim max_position_embeddings rope_parameters"
-            ).split()
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "head_dim",
+                "max_position_embeddings",
+                "rope_parameters",
+            )
         },
         rms_norm_eps=1e-5,  # the GGUF file rounds it
         tie_word_embeddings=True,

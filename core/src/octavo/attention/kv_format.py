@@ -100,8 +100,15 @@ class PlainKV(KVFormat):
 
     def write(self, layer: AttentionLayer, kv: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         block, offset = slot_mapping // self.geometry.block_size, slot_mapping % self.geometry.block_size
-        kv.key[block, :, offset] = key.to(self.storage)
-        kv.value[block, :, offset] = value.to(self.storage)
+        kv.key[block, :, offset] = self._stored(key)
+        kv.value[block, :, offset] = self._stored(value)
+
+    def _stored(self, values: Tensor) -> Tensor:
+        """Values in the storage type; what exceeds its range becomes its largest number, never infinity."""
+        if values.dtype is self.storage:
+            return values
+        largest = torch.finfo(self.storage).max
+        return values.clamp(-largest, largest).to(self.storage)
 
     def decode(self, layer: AttentionLayer, kv: LayerKV, block_ids: Tensor) -> LayerKV:
         return LayerKV(kv.key[block_ids], kv.value[block_ids])

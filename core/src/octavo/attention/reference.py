@@ -38,9 +38,10 @@ class ReferenceAttention(AttentionBackend):
                 t[blocks].transpose(0, 1).flatten(1, 2)[:, window].float()  # (kv_heads, positions, head_dim)
                 for t in (kv.key, kv.value)
             )
-            q = query[start : start + length].float().unflatten(1, (layer.kv_heads, -1))
+            group = layer.heads // layer.kv_heads
+            q = query[start : start + length].float().reshape(length, layer.kv_heads, group, layer.head_dim)
             q = q.permute(1, 2, 0, 3).flatten(1, 2)  # (kv_heads, group * queries, head_dim)
-            scores = (q @ key.transpose(1, 2) * layer.scale).unflatten(1, (-1, length))
+            scores = (q @ key.transpose(1, 2) * layer.scale).view(layer.kv_heads, group, length, -1)
             if layer.soft_cap is not None:
                 scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
             if length > 1:
@@ -53,7 +54,7 @@ class ReferenceAttention(AttentionBackend):
                     hidden |= ahead <= -layer.sliding_window
                 scores = scores.masked_fill(hidden, float("-inf"))
             mixed = torch.softmax(scores, dim=-1).flatten(1, 2) @ value
-            mixed = mixed.unflatten(1, (-1, length)).permute(2, 0, 1, 3).flatten(1, 2)
+            mixed = mixed.view(layer.kv_heads, group, length, -1).permute(2, 0, 1, 3).flatten(1, 2)
             out[start : start + length] = mixed.to(out.dtype)
             start += length
         return out

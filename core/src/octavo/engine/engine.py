@@ -101,7 +101,9 @@ class Engine:
         """
         self._validate(prompt_token_ids, params)
         num_prompt = len(prompt_token_ids)
-        ends = frozenset() if params.ignore_eos else self.model_info.end_token_ids | end_token_ids
+        known = self.model_info.end_token_ids | {t for t in end_token_ids if t < self.model_info.vocab_size}
+        ends = frozenset() if params.ignore_eos else known
+        special = frozenset(t for t in stop_token_ids if t < self.model_info.vocab_size)
         stretched = self.model_info.stretches_beyond is not None and num_prompt > self.model_info.stretches_beyond
         limit = self.model_info.max_model_len
         if params.max_tokens is not None:
@@ -112,7 +114,7 @@ class Engine:
             params,
             priority=priority,
             limit_tokens=limit,
-            end_token_ids=ends | frozenset(params.stop_token_ids) | frozenset(stop_token_ids),
+            end_token_ids=ends | special | frozenset(params.stop_token_ids),
             bad_word_ids=bad_word_ids,
             seed=self.config.seed * 1_000_003 + self._num_added if params.seed is None else params.seed,
             cache_root=(cache_salt, num_prompt if stretched else None),
@@ -210,7 +212,7 @@ class Engine:
             part = self._execute(Step([request], [num], [], num))
             whole.token_ids += part.token_ids
             for name in ("fork_token_ids", "logprobs", "prompt_logprobs", "errors"):
-                if (found := getattr(part, name)):
+                if found := getattr(part, name):
                     getattr(whole, name)[i] = found[0]
         return whole
 

@@ -68,7 +68,7 @@ class Runner:
         self.info = ModelInfo(
             vocab_size=decoder.vocab_size,
             max_model_len=self.kv_plan.max_model_len,
-            end_token_ids=_end_token_ids(checkpoint),
+            end_token_ids=frozenset(t for t in _end_token_ids(checkpoint) if t < decoder.vocab_size),
             stretches_beyond=decoder.rope.original_max_positions if decoder.rope.needs_prompt_lens else None,
             linears=tuple(self.loaded.linears),
             attention=chosen.name,

@@ -215,7 +215,7 @@ def _in_blocks(logits: Tensor) -> Tensor:
 
 def _likeliest(logits: Tensor) -> list[int]:
     """Each row's likeliest token, of equal ones the first; -1 if that logit is not finite (NaN is the highest)."""
-    blocks = logits.unflatten(1, (-1, _BLOCK))
+    blocks = logits.view(len(logits), logits.shape[1] // _BLOCK, _BLOCK)
     peaks = blocks.amax(-1)
     block = peaks.argmax(-1, keepdim=True)
     token = block * _BLOCK + blocks.take_along_dim(block[:, :, None], 1).argmax(-1)
@@ -230,7 +230,7 @@ def _ranked(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     if width * _BLOCK * 2 <= vocab:
         # no token among the likeliest is outside the blocks with the highest peaks, as many blocks as tokens
-        blocks = logits.unflatten(1, (-1, _BLOCK))
+        blocks = logits.view(rows, vocab // _BLOCK, _BLOCK)
         chosen = blocks.amax(-1).topk(width, sorted=False).indices
         near = blocks[torch.arange(rows, device=logits.device)[:, None], chosen].view(rows, -1)
         values, places = near.topk(width)
@@ -252,7 +252,7 @@ def _likeliest_first(logits: Tensor, count: int, width: int = _FIRST_WIDTH) -> T
 
 def _draw_from_all(shares: Tensor, numbers: Tensor) -> Tensor:
     """Draws (rows, draws): first a block, then a token of it, to sum no more than needed."""
-    blocks = shares.unflatten(1, (-1, _BLOCK))
+    blocks = shares.view(len(shares), shares.shape[1] // _BLOCK, _BLOCK)
     ends = blocks.sum(-1).double().cumsum(-1)
     goal = numbers * ends[:, -1:]
     block = torch.searchsorted(ends, goal, right=True)

@@ -22,7 +22,7 @@ class Detokenizer:
     Held back are only U+FFFD at the end, as more bytes may turn them into a character: those of up to 3 tokens, or the
     last 3 of more. `decode` is the tokenizer's, with special tokens skipped or not as the request has it, and without
     clean_up_tokenization_spaces. The prompt gives context and is not echoed; only a character that it leaves unfinished
-    is part of the output.
+    is part of the output, if there is any.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
@@ -35,9 +35,11 @@ class Detokenizer:
         context = next((end for end in ends if self._shorten(prompt[:end])), max(0, len(prompt) - _WINDOW))
         for token_id in prompt[context:]:
             self.add(token_id)
+        self._has_output = False
 
     def add(self, token_id: int) -> str:
         """The text that has become certain, often none. An id that the tokenizer does not know has no text."""
+        self._has_output = True
         self._window.append(token_id)
         text = self._text(self._window)
         if text is None:
@@ -69,7 +71,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The text that was held back, once no more tokens come."""
-        if not self._num_held:
+        if not self._num_held or not self._has_output:
             return ""
         text = self._leave_spoiled(self._decode(self._window))
         new = text[len(self._shown) :]

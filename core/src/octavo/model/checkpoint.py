@@ -109,10 +109,10 @@ class SafetensorsReader(CheckpointReader):
         for file in files:
             try:
                 handle = self._open[str(file)] = safe_open(str(file), framework="pt")
-                for name in handle.keys():
+                for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a dict
                     if weight_map is not None and weight_map.get(name) != file.name:
                         continue  # the index decides which copy counts
-                    header = handle.get_slice(name)
+                    header = handle.get_slice(name)  # type: ignore[no-untyped-call]
                     dtype = _SAFETENSORS_DTYPES.get(header.get_dtype())
                     if dtype is None:
                         raise CheckpointError(

@@ -13,7 +13,10 @@ from octavo.platforms import Platform
 
 
 class FusedOps(ABC):
-    """One set of elementwise kernels; the willing set of the highest `rank` serves the whole model."""
+    """One set of elementwise kernels; the willing set of the highest `rank` serves the whole model.
+
+    Inputs may be views with any row stride (parts of a fused q|k|v); `cos` and `sin` are fp32.
+    """
 
     name: ClassVar[str]
     rank: ClassVar[int]
@@ -37,7 +40,7 @@ class FusedOps(ABC):
 
     @abstractmethod
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up, for gate_up (tokens, 2 * size) -> (tokens, size). `activation`: "silu", "gelu", "gelu_tanh"."""
+        """activation(gate) * up, for gate_up (tokens, 2 * size) -> (tokens, size); "silu", "gelu" or "gelu_tanh"."""
 
 
 class TorchOps(FusedOps):

@@ -1,4 +1,4 @@
-"""What a checkpoint is, judged by its headers: format, layers, kernels, bytes. Loading follows the plan; `inspect` prints it."""
+"""What a checkpoint is, judged by its headers: format, layers, kernels, bytes. Loading follows it, `inspect` prints it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,10 @@ from octavo.quant.weight import CODES, QuantizedWeight, WeightSpec
 
 @dataclass(frozen=True, slots=True)
 class LinearRequest:
-    """A layer that needs a kernel. `layer` may name fused members: "model.layers.0.self_attn.q_proj|k_proj|v_proj"."""
+    """A layer that needs a kernel. `layer` may name fused members: "model.layers.0.self_attn.q_proj|k_proj|v_proj".
+
+    With `spec.act_order` the groups may be of unequal size: a slice for tensor parallelism holds parts of groups.
+    """
 
     layer: str
     spec: WeightSpec
@@ -77,8 +80,8 @@ class DenseMethod(LinearMethod):
 
     @classmethod
     def why_not(cls, request: LinearRequest) -> str | None:
-        if not request.spec.is_float:
-            return f"computes with plain weights only, these are {request.spec}"
+        if not request.spec.is_float or request.spec.activation is not None:
+            return f"computes with plain weights and inputs only, these are {request.spec}"
         return None
 
     weight: Tensor

@@ -47,7 +47,7 @@ def round_to_nearest(weight: Tensor, spec: WeightSpec) -> QuantizedWeight:
     out_group = rows if spec.group_shape[0] == -1 else spec.group_shape[0]
     in_group = columns if spec.group_shape[1] == -1 else spec.group_shape[1]
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % in_group, 0, -rows % out_group))
-    tiles = padded.unflatten(0, (-1, out_group)).unflatten(2, (-1, in_group))  # (G_out, out, G_in, in)
+    tiles = padded.view(-(-rows // out_group), out_group, -(-columns // in_group), in_group)
     low = tiles.amin(dim=(1, 3)).clamp(max=0)
     high = tiles.amax(dim=(1, 3)).clamp(min=0)
     asymmetric = spec.has_zeros and code.low == 0

@@ -72,7 +72,7 @@ class WeightSpec:
 
     def __str__(self) -> str:
         if self.is_float:
-            return "float"
+            return f"float x {self.activation}" if self.activation else "float"
         out, inner = self.group_shape
         if (out, inner) == (-1, -1):
             group = "tensor"
@@ -212,10 +212,7 @@ class QuantizedWeight:
         """Outputs start..stop (column-parallel): exact for any bounds; blocks that are cut become per-row scales."""
         whole = self if start % max(self.spec.group_shape[0], 1) == 0 else self._with_row_scales()
         out_group = whole.spec.group_shape[0]
-        if out_group == -1:
-            rows = slice(None)
-        else:
-            rows = slice(start // out_group, _num_groups(stop, out_group))
+        rows = slice(None) if out_group == -1 else slice(start // out_group, _num_groups(stop, out_group))
         return replace(
             whole,
             codes=whole.codes[start:stop],
