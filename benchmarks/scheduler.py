@@ -1,8 +1,9 @@
 """What scheduling costs: microseconds of Python around each forward, by running requests and by size of the pool.
 
 No model and no torch: the "executor" answers every request with the same token at once. Blocks are scattered over the pool
-as after long use. Garbage collection is off while time is taken, as in timeit; what is printed is the median over many
-steps, and of several such medians the least, since other work on the machine only ever adds.
+as after long use, so that large pools show their cache misses; the work itself is the same. Garbage collection is off while
+time is taken, as in timeit. What is printed is the median over many steps, and of several such medians the least, since
+other work on the machine only ever adds.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from octavo.attention.kv_format import KVFormat as KVFormat
     from octavo.attention.kv_format import KVGeometry as KVGeometry
+    from octavo.attention.kv_format import zeroed as zeroed
     from octavo.config import EngineConfig as EngineConfig
     from octavo.engine.executor import Executor as Executor
     from octavo.engine.executor import ModelInfo as ModelInfo

@@ -97,7 +97,7 @@ class Registry:
 
 
 def installed_entry_points() -> list[EntryPoint]:
-    """Entry points of the group `octavo`, core first, then by name. Of distributions of one name the first on the path counts."""
+    """Entry points of the group `octavo`, core first, then by name; of two distributions of one name, the first on the path."""
     return sorted(metadata.entry_points(group=GROUP), key=lambda point: (point.name != "core", point.name))
 
 

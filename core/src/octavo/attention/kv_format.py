@@ -105,10 +105,10 @@ class PlainKV(KVFormat):
 
     def _stored(self, values: Tensor) -> Tensor:
         """Values in the storage type; what exceeds its range becomes its largest number, never infinity."""
-        if values.dtype is self.storage:
-            return values
         largest = torch.finfo(self.storage).max
-        return values.clamp(-largest, largest).to(self.storage)
+        if largest < torch.finfo(values.dtype).max:
+            values = values.float().clamp(-largest, largest)
+        return values.to(self.storage)
 
     def decode(self, layer: AttentionLayer, kv: LayerKV, block_ids: Tensor) -> LayerKV:
         return LayerKV(kv.key[block_ids], kv.value[block_ids])

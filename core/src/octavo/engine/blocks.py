@@ -100,8 +100,8 @@ class BlockPool:
         """
         hits, tokens, size = request.hits, request.token_ids, self.block_size
         if request.hit_evictions != self.num_evictions:
-            for i, block in enumerate(hits):
-                if self._keys[block] is None or self._published_at[block] > request.hit_evictions:
+            for i, hit in enumerate(hits):
+                if self._keys[hit] is None or self._published_at[hit] > request.hit_evictions:
                     del hits[i:]
                     break
             request.hit_evictions = self.num_evictions

@@ -11,8 +11,7 @@ from octavo.engine.sampling_params import SamplingParams
 class Status(IntEnum):
     WAITING = 0
     RUNNING = 1
-    SWAPPED = 2
-    FINISHED = 3
+    FINISHED = 2
 
 
 class Request:

@@ -97,7 +97,7 @@ def _summary(llm: LLM, printer: _Printer, elapsed: float) -> str:
     kernels = sorted({f"{r.kernel} ({r.spec})" for r in llm.engine.model_info.linears})
     return (
         f"{printer.tokens} tokens in {elapsed:.2f} s = {printer.tokens / max(elapsed, 1e-9):.1f} tokens/s; "
-        f"TTFT {first * 1000:.0f} ms; KV {stats.num_blocks:,} blocks, {stats.num_cached_blocks} cached; "
+        f"TTFT {first * 1000:.0f} ms; KV use at most {stats.scheduler.peak_blocks:,} of {stats.num_blocks:,} blocks; "
         f"prefix hits {stats.prefix_hit_rate:.0%}; preemptions {stats.scheduler.num_preemptions}; "
         f"kernels: {', '.join(kernels)}"
     )
