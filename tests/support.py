@@ -80,6 +80,9 @@ def scripted_llm(
         def model_info(self) -> ModelInfo:
             return self.runner.info
 
+        def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+            self.runner.kv.copy_blocks(pairs)
+
         def execute(self, step: Step) -> StepOutput:
             return self.runner.execute(step)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from octavo.attention.kv_format import KVFormat as KVFormat
     from octavo.attention.kv_format import KVGeometry as KVGeometry
+    from octavo.attention.kv_format import PlainKV as PlainKV
     from octavo.attention.kv_format import zeroed as zeroed
     from octavo.config import EngineConfig as EngineConfig
     from octavo.engine.executor import Executor as Executor
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         RequestError as RequestError,
     )
     from octavo.front.llm import LLM as LLM
+    from octavo.front.output_processor import TextDelta as TextDelta
     from octavo.front.outputs import (
         CompletionOutput as CompletionOutput,
     )
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from octavo.model.checkpoint import Checkpoint as Checkpoint
     from octavo.model.checkpoint import CheckpointReader as CheckpointReader
     from octavo.model.ops import FusedOps as FusedOps
+    from octavo.model.plan import LinearReport as LinearReport
     from octavo.platforms import Platform as Platform
     from octavo.plugins import PluginInfo as PluginInfo
     from octavo.plugins import Registry as Registry
@@ -85,6 +88,9 @@ if TYPE_CHECKING:
     from octavo.quant.linear import LinearRequest as LinearRequest
     from octavo.quant.quantizer import Quantizer as Quantizer
     from octavo.quant.quantizer import round_to_nearest as round_to_nearest
+    from octavo.quant.weight import (
+        CODES as CODES,
+    )
     from octavo.quant.weight import (
         ActivationSpec as ActivationSpec,
     )
@@ -100,7 +106,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "octavo.attention.backend": "AttentionBackend AttentionBatch AttentionLayer AttentionRequest LayerKV",
-    "octavo.attention.kv_format": "KVFormat KVGeometry zeroed",
+    "octavo.attention.kv_format": "KVFormat KVGeometry PlainKV zeroed",
     "octavo.config": "EngineConfig",
     "octavo.engine.executor": "Executor ModelInfo",
     "octavo.engine.sampling_params": "SamplingParams",
@@ -108,17 +114,19 @@ _HOMES = {
     "octavo.engine.step_graph": "StepGraph",
     "octavo.errors": "CheckpointError ConfigError NoKernelError OctavoError PluginError RequestError",
     "octavo.front.llm": "LLM",
+    "octavo.front.output_processor": "TextDelta",
     "octavo.front.outputs": "CompletionOutput Logprob RequestOutput",
     "octavo.hookspecs": "API_VERSION hookimpl",
     "octavo.model.architectures": "DecoderConfig RopeConfig",
     "octavo.model.checkpoint": "Checkpoint CheckpointReader",
     "octavo.model.ops": "FusedOps",
+    "octavo.model.plan": "LinearReport",
     "octavo.platforms": "Platform",
     "octavo.plugins": "PluginInfo Registry discover",
     "octavo.quant.config": "Golden QuantConfig QuantSource TensorInfo",
     "octavo.quant.linear": "LinearMethod LinearRequest",
     "octavo.quant.quantizer": "Quantizer round_to_nearest",
-    "octavo.quant.weight": "ActivationSpec LinearLayer QuantizedWeight WeightSpec",
+    "octavo.quant.weight": "CODES ActivationSpec LinearLayer QuantizedWeight WeightSpec",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME_OF)

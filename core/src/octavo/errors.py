@@ -6,6 +6,16 @@ what was found, and is printed without a traceback. Anything else that escapes i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+
+def ask(why_not: Callable[..., str | None], *request: object) -> str | None:
+    """A candidate's answer, with an exception of its own taken as a refusal: one broken kernel must not stop the others."""
+    try:
+        return why_not(*request)
+    except Exception as error:
+        return f"its why_not failed: {type(error).__name__}: {error}"
+
 
 class OctavoError(Exception):
     """Base of all deliberate errors."""

@@ -7,6 +7,8 @@ import platform as _platform
 from dataclasses import dataclass
 from pathlib import Path
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 @dataclass(frozen=True, slots=True)
 class Platform:
@@ -50,24 +52,36 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def _meminfo() -> dict[str, int]:
+    """Bytes by name, of which only some systems tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+
+
+def total_memory_bytes() -> int:
+    """All RAM and swap of the host."""
+    info = _meminfo()
+    ram = info.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return ram + info.get("SwapTotal", 0)
+
+
 def available_memory_bytes() -> int:
     """Bytes that this process may still allocate on the host: the least of free RAM and what its cgroup leaves."""
-    candidates = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                candidates.append(int(line.split()[1]) * 1024)
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    candidates = [_meminfo().get("MemAvailable") or total_memory_bytes()]
+    for limit_file, usage_file, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
-            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
+            limit, usage = (_CGROUP / limit_file).read_text(), (_CGROUP / usage_file).read_text()
+            stat = (_CGROUP / limit_file).with_name("memory.stat").read_text()
         except OSError:
             continue
-        if limit.isdigit() and int(limit) < 1 << 60:
-            candidates.append(max(int(limit) - int(usage), 0))
-    if candidates:
-        return min(candidates)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if limit.strip().isdigit() and int(limit) < 1 << 60:
+            # usage counts pages of files read before, which the kernel takes back when memory runs short
+            cached = sum(int(line.split()[1]) for line in stat.splitlines() if line.startswith(f"{cache} "))
+            candidates.append(max(int(limit) - int(usage) + cached, 0))
+    return min(candidates)

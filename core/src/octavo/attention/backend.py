@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError, NoKernelError
 from octavo.platforms import Platform
 
 
@@ -77,16 +76,22 @@ class AttentionRequest:
     layers: Sequence[AttentionLayer]
     dtype: torch.dtype
     block_size: int
-    kv_dtype: torch.dtype  # storage type that the backend would read
+    kv_dtype: torch.dtype  # type of the blocks that the backend would read
     platform: Platform
+    kv_has_scales: bool = False  # whether those blocks come with a scale per token and head
 
 
 class AttentionBackend(ABC):
-    """A paged attention kernel. `rank` as in LinearMethod. `loads` are the KV storage types it reads natively."""
+    """A paged attention kernel. `rank` as in LinearMethod.
+
+    `loads` are the KV storage types it reads natively, with `reads_scales` also those that come with `LayerKV.key_scale` and
+    `value_scale`. Of other blocks it gets decoded copies in the compute type.
+    """
 
     name: ClassVar[str]
     rank: ClassVar[int]
     loads: ClassVar[frozenset[torch.dtype]]
+    reads_scales: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -106,34 +111,3 @@ class AttentionBackend(ABC):
 
         Reads only slots that belong to the batch's sequences: any other slot may hold NaN.
         """
-
-
-def select_attention(
-    request: AttentionRequest,
-    backends: Sequence[type[AttentionBackend]],
-    wanted: str | None = None,
-    decodes: bool = False,
-) -> tuple[type[AttentionBackend], tuple[tuple[str, str], ...]]:
-    """The willing backend of the highest rank, and what better ones said against it.
-
-    `wanted` names one backend and admits no other. `decodes` says that the KV format offers decoded blocks to backends that
-    do not load its storage type. Raises NoKernelError with all reasons, ConfigError for a wanted backend that cannot serve.
-    """
-    refusals: list[tuple[str, str]] = []
-    ranked = sorted(backends, key=lambda b: -b.rank)
-    if wanted is not None:
-        ranked = [b for b in ranked if b.name == wanted]
-        if not ranked:
-            known = ", ".join(sorted(b.name for b in backends))
-            raise ConfigError(f"--attention-backend {wanted}: no such backend; installed: {known}")
-    for backend in ranked:
-        reason = backend.why_not(request)
-        if reason is None and not decodes and request.kv_dtype not in backend.loads:
-            reason = f"does not read {request.kv_dtype} blocks"
-        if reason is None:
-            return backend, tuple(refusals)
-        refusals.append((backend.name, reason))
-    lines = [f"  {name}: {reason}" for name, reason in refusals]
-    if wanted is not None:
-        raise ConfigError("\n".join([f"--attention-backend {wanted} cannot serve this model:", *lines]))
-    raise NoKernelError("\n".join(["no attention backend can serve this model:", *lines]))

@@ -44,6 +44,11 @@ class KVFormat(ABC):
     def storage(self) -> torch.dtype:
         """The type of stored K and V elements."""
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether blocks carry a scale per token and head (`LayerKV.key_scale`, `value_scale`)."""
+        return False
+
     @abstractmethod
     def bytes_per_block(self) -> int:
         """Bytes that one block takes over all layers, scales included: exactly what `allocate` allocates per block."""

@@ -100,6 +100,8 @@ class Engine:
         even with `ignore_eos`, in addition to those of `params`.
         """
         self._validate(prompt_token_ids, params)
+        if type(priority) is not int:
+            raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
         num_prompt = len(prompt_token_ids)
         known = self.model_info.end_token_ids | {t for t in end_token_ids if t < self.model_info.vocab_size}
         ends = frozenset() if params.ignore_eos else known
@@ -138,6 +140,8 @@ class Engine:
             "stop_token_ids": params.stop_token_ids,
         }
         for name, values in ids.items():
+            if not all(isinstance(token, int) for token in values):
+                raise RequestError(f"{name}: token ids must be integers", param=name)
             if values and not (min(values) >= 0 and max(values) < vocab):
                 bad = next(v for v in values if not 0 <= v < vocab)
                 raise RequestError(f"{name}: token id {bad} is outside the vocabulary (0 to {vocab - 1})", param=name)
@@ -160,8 +164,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends all sequences of a request and frees their blocks."""
-        for request in [r for r in self.scheduler if r.parent_id == request_id]:
-            self.scheduler.finish(request.request_id, "abort")
+        for index in range(self.config.max_num_sequences_per_request):
+            self.finish(request_id, index, "abort")
 
     @property
     def has_unfinished(self) -> bool:
@@ -171,9 +175,10 @@ class Engine:
         """Runs one step; empty where there was nothing to do."""
         step = self.scheduler.schedule()
         if not step.requests:
+            assert not self.has_unfinished, "the scheduler has requests but schedules nothing"
             return []
         starts = {i: r.num_computed_tokens for i, r in enumerate(step.requests) if r.params.prompt_logprobs is not None}
-        output = self._execute(step)
+        output = self._run(step)
         forks = self.scheduler.commit(step, output)
         updates = []
         for i, (request, token) in enumerate(zip(step.requests, output.token_ids, strict=True)):
@@ -182,20 +187,30 @@ class Engine:
             sequences = [request, *forks.get(i, ())]
             logprobs = output.logprobs.get(i)
             for j, sequence in enumerate(sequences):
-                updates.append(
-                    SequenceUpdate(
-                        sequence.parent_id,
-                        sequence.sequence_index,
-                        token if j == 0 else sequence.token_ids[-1],
-                        None if logprobs is None else logprobs[j],
-                        output.prompt_logprobs.get(i) if j == 0 else None,
-                        starts.get(i, 0),
-                        sequence.finish_reason,
-                        sequence.stop_reason,
-                        sequence.num_cached_tokens or 0,
-                    )
+                update = SequenceUpdate(
+                    sequence.parent_id,
+                    sequence.sequence_index,
+                    token if j == 0 else sequence.token_ids[-1],
+                    logprobs=None if logprobs is None else logprobs[j],
+                    finish_reason=sequence.finish_reason,
+                    stop_reason=sequence.stop_reason,
+                    num_cached_tokens=sequence.num_cached_tokens or 0,
                 )
+                if j == 0:
+                    update.prompt_logprobs = output.prompt_logprobs.get(i)
+                    update.prompt_logprobs_start = starts.get(i, 0)
+                updates.append(update)
         return updates
+
+    def _run(self, step: Step) -> StepOutput:
+        try:
+            if step.block_copies:
+                self.executor.copy_blocks(step.block_copies)
+        except Exception as error:
+            logger.exception("blocks could not be copied; the step's requests are ended")
+            reason = f"{type(error).__name__}: {error}"
+            return StepOutput([-1] * len(step.requests), errors=dict.fromkeys(range(len(step.requests)), reason))
+        return self._execute(step)
 
     def _execute(self, step: Step) -> StepOutput:
         """Runs a step; where it fails as a whole, each request alone, so that only those that fail alone end."""
@@ -208,7 +223,6 @@ class Engine:
             logger.warning("a step of %d requests failed (%s); running each alone", len(step.requests), error)
         whole = StepOutput([])
         for i, (request, num) in enumerate(zip(step.requests, step.num_scheduled_tokens, strict=True)):
-            # Block copies were done first and must not be repeated: their sources may have been written since.
             part = self._execute(Step([request], [num], [], num))
             whole.token_ids += part.token_ids
             for name in ("fork_token_ids", "logprobs", "prompt_logprobs", "errors"):

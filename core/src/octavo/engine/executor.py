@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -44,6 +45,10 @@ class Executor(ABC):
     @abstractmethod
     def model_info(self) -> ModelInfo:
         """The model as the engine must know it."""
+
+    @abstractmethod
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole KV blocks (source, destination) on every worker, all read before any is written."""
 
     @abstractmethod
     def execute(self, step: Step) -> StepOutput:

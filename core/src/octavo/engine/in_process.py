@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from octavo.config import EngineConfig
 from octavo.engine.executor import Executor, ModelInfo
 from octavo.engine.runner import Runner
@@ -30,6 +32,9 @@ class InProcessExecutor(Executor):
     @property
     def model_info(self) -> ModelInfo:
         return self.runner.info
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.runner.kv.copy_blocks(pairs)
 
     def execute(self, step: Step) -> StepOutput:
         return self.runner.execute(step)

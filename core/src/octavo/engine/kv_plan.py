@@ -11,7 +11,7 @@ from octavo.attention.kv_format import KVFormat, KVGeometry
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.model.architectures import DecoderConfig
-from octavo.platforms import Platform, available_memory_bytes
+from octavo.platforms import Platform, available_memory_bytes, total_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def plan_kv(
 ) -> KVPlan:
     """Divides the memory that is left. `weight_bytes` are weights not yet loaded, 0 once they are.
 
-    Never plans more than `max_num_seqs` sequences of full length could use. Raises ConfigError where not one block fits, or
-    where the model is asked for more positions than it has.
+    Never plans more than `max_num_seqs` sequences of full length could use. Raises ConfigError where not one block fits or
+    more are asked for than there is memory, and where the model is asked for more positions than it has.
     """
     limit = decoder.max_positions
     max_model_len = config.max_model_len or limit
@@ -94,6 +94,11 @@ def plan_kv(
             f"no memory for KV blocks: one takes {per_block / 2**20:.1f} MiB ({reason}); raise --kv-cache-memory-bytes, "
             "use a smaller --block-size or --kv-cache-dtype, or a smaller model"
         )
+    if num_blocks * per_block > (total := _total_bytes(platform)):
+        raise ConfigError(
+            f"{num_blocks:,} KV blocks ({reason}) take {num_blocks * per_block / 2**30:,.1f} GiB, but the machine has "
+            f"{total / 2**30:,.1f} GiB of memory; ask for fewer"
+        )
     return KVPlan(kv_format.name, per_block, config.block_size, num_blocks, max_model_len, reason)
 
 
@@ -101,3 +106,7 @@ def _free_bytes(platform: Platform) -> int:
     if platform.device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     return available_memory_bytes()
+
+
+def _total_bytes(platform: Platform) -> int:
+    return int(torch.cuda.mem_get_info()[1]) if platform.device == "cuda" else total_memory_bytes()

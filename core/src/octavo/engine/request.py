@@ -27,7 +27,6 @@ class Request:
         "block_ids",
         "cache_node",
         "cache_root",
-        "cumulative_logprob",
         "end_token_ids",
         "finish_reason",
         "hit_evictions",
@@ -81,7 +80,6 @@ class Request:
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.cumulative_logprob = 0.0
         self.num_pending_forks = params.n - 1
         self.num_preemptions = 0
         self.num_computed_tokens = 0

@@ -9,19 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionLayer,
-    AttentionRequest,
-    select_attention,
-)
-from octavo.attention.kv_format import AttentionStep, DecodingBackend, PagedKV
+from octavo.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer, AttentionRequest
+from octavo.attention.kv_format import AttentionStep, PagedKV
+from octavo.attention.selection import select_attention
 from octavo.config import EngineConfig
 from octavo.engine.executor import ModelInfo
 from octavo.engine.kv_plan import choose_kv_format, kv_geometry, plan_kv
 from octavo.engine.sampler import Sampler
 from octavo.engine.step import Step, StepOutput, TokenLogprobs
+from octavo.errors import ask
 from octavo.model.checkpoint import Checkpoint, open_checkpoint
 from octavo.model.decoder import attention_layers
 from octavo.model.loader import load_model
@@ -56,13 +52,11 @@ class Runner:
         )
         self.kv_plan = plan_kv(config, decoder, kv_format, registry.platform, weight_bytes=0)
         layers = attention_layers(decoder)
-        request = AttentionRequest(layers, plan.dtype, config.block_size, kv_format.storage, registry.platform)
-        chosen, self.attention_refusals = select_attention(
-            request, registry.attention_backends, config.attention_backend, decodes=True
+        request = AttentionRequest(
+            layers, plan.dtype, config.block_size, kv_format.storage, registry.platform, kv_format.has_scales
         )
-        backend = chosen(request)
-        if kv_format.storage not in chosen.loads:
-            backend = DecodingBackend(backend, kv_format)
+        attention = select_attention(request, registry.attention_backends, config.attention_backend)
+        backend = attention.build(kv_format)
         kv = PagedKV(kv_format, layers, self.kv_plan.num_blocks, registry.platform.device)
         self._set_up(self.loaded.decoder, kv, backend, decoder.vocab_size, registry)
         self.info = ModelInfo(
@@ -71,7 +65,7 @@ class Runner:
             end_token_ids=frozenset(t for t in _end_token_ids(checkpoint) if t < decoder.vocab_size),
             stretches_beyond=decoder.rope.original_max_positions if decoder.rope.needs_prompt_lens else None,
             linears=tuple(self.loaded.linears),
-            attention=chosen.name,
+            attention=str(attention),
         )
         logger.info("%s", self.kv_plan)
 
@@ -82,7 +76,7 @@ class Runner:
         self.device = registry.platform.device
         self.sampler = Sampler(vocab_size)
         graphs = sorted(registry.step_graphs, key=lambda g: -g.rank)
-        graph = next(g for g in graphs if g.why_not(registry.platform) is None)
+        graph = next(g for g in graphs if ask(g.why_not, registry.platform) is None)
         self.forward = graph().capture(model.forward)
 
     @classmethod
@@ -104,7 +98,6 @@ class Runner:
     @torch.inference_mode()
     def execute(self, step: Step) -> StepOutput:
         """Computes a step: K and V stored, tokens sampled for each request whose tokens are then all computed."""
-        self.kv.copy_blocks(step.block_copies)
         batch, token_ids, positions = self._batch(step)
         attention = AttentionStep(batch, self.backend, self.backend.plan(batch), self.kv)
         hidden = self.forward(token_ids, positions, attention)

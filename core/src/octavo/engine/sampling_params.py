@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -86,7 +85,3 @@ class SamplingParams(BaseModel):
     def greedy(self) -> bool:
         """True where the likeliest token is taken."""
         return self.temperature < GREEDY_BELOW
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**values)

@@ -12,7 +12,7 @@ class Step:
     """One forward: for `requests[i]`, tokens num_computed_tokens ... + `num_scheduled_tokens[i]` are to be computed.
 
     The requests are read, never changed, by executors; one that has workers elsewhere sends them what it needs.
-    `block_copies` (source, destination) are done before anything is written.
+    The engine has `block_copies` (source, destination) done before the step is executed.
     """
 
     requests: list[Request] = field(default_factory=list)

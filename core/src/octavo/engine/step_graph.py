@@ -1,4 +1,7 @@
-"""The contract of step capture: removing the cost of launching a forward's operations one by one. Eager is the default."""
+"""The contract of step capture: removing the cost of launching a forward's operations one by one. Eager is the default.
+
+Provisional: it is not part of plugin API 1.0 until a first real capture has shown which static buffers it needs.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,9 @@ from octavo.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+_LARGEST = 2**31 - 1  # of sizes: kernels index with 32 bits
+_MOST_POSITIONS = 2**24  # fp32, in which angles are computed, cannot tell later ones apart
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -60,7 +63,7 @@ class DecoderConfig:
         if self.rope.kind == "llama3":  # here max_position_embeddings is the stretched length already
             return self.max_position_embeddings
         stretched = self.rope.original_max_positions * self.rope.parameters.get("factor", 1.0)
-        return max(self.max_position_embeddings, int(stretched))
+        return max(self.max_position_embeddings, int(min(stretched, _LARGEST)))
 
 
 def decoder_config(
@@ -89,7 +92,7 @@ def decoder_config(
             expected=f"one of {known}",
             hint="a plugin adds an architecture through the hook octavo_architectures",
         )
-    return architectures[name]({**config, **(config.get("text_config") or {})})
+    return architectures[name](_flat(config))
 
 
 def declared_dtype(config: Mapping[str, Any]) -> str | None:
@@ -97,13 +100,20 @@ def declared_dtype(config: Mapping[str, Any]) -> str | None:
 
     Where its two spellings differ, which is reported, `dtype` counts: some quantisers change only one of them.
     """
-    config = {**config, **(config.get("text_config") or {})}
+    config = _flat(config)
     names = [str(config[key]).removeprefix("torch.") for key in ("dtype", "torch_dtype") if config.get(key) is not None]
     if unknown := [name for name in names if name not in ("float32", "bfloat16", "float16")]:
         raise _bad_value("dtype", "float32, bfloat16 or float16", unknown[0])
     if len(set(names)) > 1:
         logger.warning("config.json: dtype is %s, but torch_dtype is %s; dtype counts, as for Hugging Face", *names)
     return names[0] if names else None
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    nested = config.get("text_config") or {}
+    if not isinstance(nested, dict):
+        raise _bad_value("text_config", "an object", nested)
+    return {**config, **nested}
 
 
 # --- the families
@@ -168,7 +178,7 @@ def _decoder(config: dict[str, Any], **family: Any) -> DecoderConfig:
     if activation not in _ACTIVATIONS:
         raise _bad_value("hidden_act", f"one of {', '.join(_ACTIVATIONS)}", activation)
     max_positions = _whole(config, "max_position_embeddings")
-    return DecoderConfig(
+    decoder = DecoderConfig(
         vocab_size=_whole(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_whole(config, "intermediate_size"),
@@ -183,6 +193,10 @@ def _decoder(config: dict[str, Any], **family: Any) -> DecoderConfig:
         tie_word_embeddings=_flag(config, "tie_word_embeddings"),
         **family,
     )
+    if decoder.max_positions > _MOST_POSITIONS:
+        limit = f"at most {_MOST_POSITIONS} positions, with the 'factor' of the rotary embedding"
+        raise _bad_value("max_position_embeddings", limit, decoder.max_positions)
+    return decoder
 
 
 def _attention_biases(config: Mapping[str, Any]) -> frozenset[str]:
@@ -234,8 +248,7 @@ def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeC
         raise _bad_value("rope_type", f"one of {', '.join(_ROPE_PARAMETERS)}", kind)
     if (part := stated.pop("partial_rotary_factor", 1.0)) != 1.0:
         raise _bad_value("partial_rotary_factor", "1, as heads of this family are rotated whole", part)
-    if type(original) is not int or original < 1:
-        raise _bad_value(_ORIGINAL, "a whole number of at least 1", original)
+    original = _whole({_ORIGINAL: original}, _ORIGINAL)
     if kind == "yarn":  # DeepSeek's convention: without a factor, the ratio of the lengths is meant
         stated.setdefault("factor", max_positions / original)
     required, optional = _ROPE_PARAMETERS[kind]
@@ -283,8 +296,8 @@ def _whole(config: Mapping[str, Any], key: str, default: int | None = None, leas
     value = default if value is None else value
     if value is None:
         raise CheckpointError(f"config.json lacks '{key}'", file="config.json")
-    if type(value) is not int or value < least:
-        raise _bad_value(key, f"a whole number of at least {least}", value)
+    if type(value) is not int or not least <= value <= _LARGEST:
+        raise _bad_value(key, f"a whole number of at least {least}, below 2**31", value)
     return value
 
 

@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,10 +23,15 @@ from torch import Tensor
 from octavo.errors import CheckpointError, ConfigError
 from octavo.quant.config import QuantSource, TensorInfo
 
+logger = logging.getLogger(__name__)
+
 # Written by old tools, computed by every model itself: reading them would change nothing.
 _HARMLESS = re.compile(
     r"(rotary_emb\.inv_freq|masked_bias|attn\.bias|\.workspace|\.wf|\.max_q|\.rotary_emb\.\w+_cached)$"
 )
+
+# Written by trainers beside the weights.
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "rng_state.pth")
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -33,6 +40,13 @@ _SAFETENSORS_DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -65,84 +79,107 @@ class CheckpointReader(ABC):
     def read(self, name: str) -> Tensor:
         """One tensor's data, on the CPU."""
 
+    def close(self) -> None:
+        """Lets go of files and their mappings; `tensors` stays, `read` ends."""
+
     def config(self) -> dict[str, Any] | None:
         """What config.json would say, for containers that carry it themselves; None: read config.json."""
         return None
 
 
-def _shards(folder: Path, index_name: str, pattern: str) -> tuple[list[Path], dict[str, str] | None]:
-    """The files that hold tensors and, where there is an index, the file of each tensor."""
-    index = folder / index_name
-    if not index.exists():
-        single = folder / index_name.removesuffix(".index.json")
-        return [single] if single.exists() else sorted(folder.glob(pattern)), None
-    content = _read_json(index)
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError("the index has no usable weight_map", file=str(index))
-    names = sorted(set(weight_map.values()))
-    if outside := [name for name in names if Path(name).name != name]:
-        raise CheckpointError("the index points outside the model folder", file=str(index), found=outside[0])
-    if missing := [name for name in names if not (folder / name).exists()]:
-        raise CheckpointError(
-            f"{len(missing)} of {len(names)} files that the index names are missing",
-            file=str(index),
-            found=f"missing: {', '.join(missing)}",
-            hint="the download is incomplete; fetch the missing files again",
-        )
-    return [folder / name for name in names], weight_map
+class _ShardedReader(CheckpointReader):
+    """A container that is one file, or several and maybe an index, which says whose copy of a tensor counts."""
 
+    _single: ClassVar[str]  # the name of the one file; the index is named after it
+    _patterns: ClassVar[tuple[str, ...]]  # of file names; the first that finds any decides
 
-class SafetensorsReader(CheckpointReader):
-    """`*.safetensors`, one file or shards with an index. Data is mapped, not copied."""
-
-    name = "safetensors"
+    @classmethod
+    def _files(cls, folder: Path) -> list[Path]:
+        found = ([f for f in folder.glob(pattern) if f.name not in _NOT_WEIGHTS] for pattern in cls._patterns)
+        return sorted(next(filter(None, found), []))
 
     @classmethod
     def claims(cls, path: Path) -> bool:
-        return path.is_dir() and any(path.glob("*.safetensors"))
+        return path.is_dir() and bool(cls._files(path))
+
+    @abstractmethod
+    def _headers(self, file: Path) -> Iterator[TensorInfo]:
+        """All tensors of one file, which is kept in `_open`."""
 
     def __init__(self, path: Path) -> None:
-        files, weight_map = _shards(path, "model.safetensors.index.json", "*.safetensors")
         self._tensors: dict[str, TensorInfo] = {}
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, Any] = {}  # by file
+        files, weight_map = self._shards(path)
         for file in files:
-            try:
-                handle = self._open[str(file)] = safe_open(str(file), framework="pt")
-                for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a dict
-                    if weight_map is not None and weight_map.get(name) != file.name:
-                        continue  # the index decides which copy counts
-                    header = handle.get_slice(name)  # type: ignore[no-untyped-call]
-                    dtype = _SAFETENSORS_DTYPES.get(header.get_dtype())
-                    if dtype is None:
-                        raise CheckpointError(
-                            "a tensor has a type that octavo does not know",
-                            file=str(file),
-                            tensor=name,
-                            found=header.get_dtype(),
-                        )
-                    if (other := self._tensors.get(name)) is not None:
-                        raise CheckpointError(
-                            "two files hold the same tensor and no index says which counts",
-                            tensor=name,
-                            found=f"{other.file} and {file}",
-                        )
-                    self._tensors[name] = TensorInfo(name, dtype, tuple(header.get_shape()), str(file))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"cannot read the file as safetensors: {error}",
-                    file=str(file),
-                    hint="it is truncated or damaged; fetch or export it again",
-                ) from None
+            for info in self._headers(file):
+                if weight_map is not None and weight_map.get(info.name) != file.name:
+                    continue
+                if (other := self._tensors.get(info.name)) is not None:
+                    raise CheckpointError(
+                        "two files hold the same tensor and no index says which counts",
+                        tensor=info.name,
+                        found=f"{other.file} and {file}",
+                    )
+                self._tensors[info.name] = info
         for name, file_name in (weight_map or {}).items():
             if name not in self._tensors:
                 raise CheckpointError(
                     "the index names a tensor that its file does not hold", tensor=name, file=str(path / file_name)
                 )
 
+    def _shards(self, folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+        """The files that hold tensors and, where there is an index, the file of each tensor."""
+        single, index = folder / self._single, folder / f"{self._single}.index.json"
+        if not index.exists():
+            return [single] if single.exists() else self._files(folder), None
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise CheckpointError("the index has no usable weight_map", file=str(index))
+        names = sorted(set(weight_map.values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise CheckpointError("the index points outside the model folder", file=str(index), found=outside[0])
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing and single.exists():
+            logger.warning("%s names files that are missing (%s): %s is read instead", index, missing[0], single.name)
+            return [single], None
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} of {len(names)} files that the index names are missing",
+                file=str(index),
+                found=f"missing: {', '.join(missing)}",
+                hint="the download is incomplete; fetch the missing files again",
+            )
+        return [folder / name for name in names], weight_map
+
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+class SafetensorsReader(_ShardedReader):
+    """`*.safetensors`, one file or shards with an index. Data is mapped, not copied."""
+
+    name = "safetensors"
+    _single = "model.safetensors"
+    _patterns = ("*.safetensors",)
+
+    def _headers(self, file: Path) -> Iterator[TensorInfo]:
+        try:
+            handle = self._open[str(file)] = safe_open(str(file), framework="pt")
+            for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a dict
+                header = handle.get_slice(name)  # type: ignore[no-untyped-call]
+                # a type that torch lacks matters only to whoever reads the tensor
+                dtype = _SAFETENSORS_DTYPES.get(header.get_dtype(), torch.bits8)
+                yield TensorInfo(name, dtype, tuple(header.get_shape()), str(file))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"cannot read the file as safetensors: {error}",
+                file=str(file),
+                hint="it is truncated or damaged; fetch or export it again",
+            ) from None
 
     def read(self, name: str) -> Tensor:
         info = self._tensors[name]
@@ -152,43 +189,34 @@ class SafetensorsReader(CheckpointReader):
             raise CheckpointError(f"cannot read a tensor: {error}", file=info.file, tensor=name) from None
 
 
-class TorchBinReader(CheckpointReader):
+class TorchBinReader(_ShardedReader):
     """`pytorch_model*.bin` and single `.pt`/`.pth` files: pickles, opened with `weights_only` so that no code in them runs."""
 
     name = "bin"
+    _single = "pytorch_model.bin"
     _patterns = ("pytorch_model*.bin", "*.pt", "*.pth", "*.bin")
 
-    @classmethod
-    def claims(cls, path: Path) -> bool:
-        return path.is_dir() and any(f for p in cls._patterns for f in path.glob(p) if f.name != "training_args.bin")
-
-    def __init__(self, path: Path) -> None:
-        pattern = next(p for p in self._patterns if any(path.glob(p)))
-        files, _ = _shards(path, "pytorch_model.bin.index.json", pattern)
-        self._data: dict[str, Tensor] = {}
-        self._tensors: dict[str, TensorInfo] = {}
-        for file in files:
-            try:
-                content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            except Exception as error:  # torch raises many kinds for bad archives
-                raise CheckpointError(
-                    f"cannot read the file as torch weights: {type(error).__name__}: {str(error).splitlines()[0]}",
-                    file=str(file),
-                    hint="only plain tensors are read from pickles; convert the model to safetensors",
-                ) from None
-            if not isinstance(content, dict):
-                raise CheckpointError("expected a dict of tensors", file=str(file), found=type(content).__name__)
-            for name, tensor in content.items():
-                if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                    self._data[name] = tensor
-                    self._tensors[name] = TensorInfo(name, tensor.dtype, tuple(tensor.shape), str(file))
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+    def _headers(self, file: Path) -> Iterator[TensorInfo]:
+        try:
+            # only the zip form, torch's since 1.6, can be mapped
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        except Exception as error:  # torch raises many kinds for bad archives
+            raise CheckpointError(
+                f"cannot read the file as torch weights: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                file=str(file),
+                hint="only plain tensors are read from pickles; convert the model to safetensors",
+            ) from None
+        if not isinstance(content, dict):
+            raise CheckpointError("expected a dict of tensors", file=str(file), found=type(content).__name__)
+        plain = {n: t for n, t in content.items() if isinstance(t, Tensor) and t.layout is torch.strided}
+        if others := [str(name) for name in content if name not in plain]:
+            shown = ", ".join(others[:8])
+            logger.warning("%s: %d entries that are no plain tensors are not used: %s", file, len(others), shown)
+        self._open[str(file)] = plain
+        yield from (TensorInfo(name, t.dtype, tuple(t.shape), str(file)) for name, t in plain.items())
 
     def read(self, name: str) -> Tensor:
-        return self._data[name]
+        return self._open[self._tensors[name].file][name]  # type: ignore[no-any-return]
 
 
 class Checkpoint:
@@ -209,21 +237,24 @@ class Checkpoint:
         return self._by_module.get(module, {})
 
     def read(self, name: str) -> Tensor:
-        """One tensor's data; raises CheckpointError where it is missing or damaged."""
+        """One tensor's data, in memory of its own; raises CheckpointError where it is missing or damaged."""
         if name not in self.tensors:
             raise CheckpointError("a tensor that the model needs is missing", file=str(self.path), tensor=name)
         self._read.add(name)
-        return self._reader.read(name)
+        # a mapping would show later changes of the file, and kill the process where the file has become shorter
+        return self._reader.read(name).clone()
+
+    def close(self) -> None:
+        """Lets go of the files: headers and settings stay, `read` ends."""
+        self._reader.close()
+
+    def without(self, ignore: Sequence[str]) -> dict[str, TensorInfo]:
+        """Headers of all tensors but those that match a pattern of `ignore`."""
+        return {n: info for n, info in self.tensors.items() if not any(fnmatchcase(n, pattern) for pattern in ignore)}
 
     def unread(self, ignore: Sequence[str] = ()) -> list[str]:
         """Tensors that nobody read, without those known to be harmless and those that match a pattern of `ignore`."""
-        return [
-            name
-            for name in self.tensors
-            if name not in self._read
-            and not _HARMLESS.search(name)
-            and not any(fnmatchcase(name, pattern) for pattern in ignore)
-        ]
+        return [name for name in self.without(ignore) if name not in self._read and not _HARMLESS.search(name)]
 
     def json(self, name: str) -> dict[str, Any]:
         """A side file such as generation_config.json; empty where there is none."""
@@ -269,7 +300,7 @@ def open_checkpoint(model: str, readers: Sequence[type[CheckpointReader]]) -> Ch
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read the file as JSON: {error}", file=str(file)) from None
     if not isinstance(content, dict):
         raise CheckpointError("expected a JSON object", file=str(file), found=type(content).__name__)
@@ -278,17 +309,17 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _quant_sources(path: Path, config: Mapping[str, Any]) -> list[QuantSource]:
     """All places where tools put quantization settings, in the order in which they are believed."""
-    found = []
     text_config = config.get("text_config")
-    for raw, where in (
+    sources = [
         (config.get("quantization_config"), "config.json: quantization_config"),
         (text_config.get("quantization_config") if isinstance(text_config, dict) else None, "config.json: text_config"),
         (config.get("compression_config"), "config.json: compression_config"),
-    ):
-        if isinstance(raw, dict) and raw:
-            found.append(QuantSource(raw, where))
+    ]
     for name in ("hf_quant_config.json", "quantize_config.json", "quant_config.json"):
         if (path / name).is_file():
             raw = _read_json(path / name)
-            found.append(QuantSource(raw.get("quantization", raw) if name.startswith("hf_") else raw, name))
-    return found
+            sources.append((raw.get("quantization", raw) if name.startswith("hf_") else raw, name))
+    for raw, where in sources:
+        if raw is not None and not isinstance(raw, dict):
+            raise CheckpointError("quantization settings must be a JSON object", file=where, found=repr(raw))
+    return [QuantSource(raw, where) for raw, where in sources if raw]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.errors import ConfigError, NoKernelError
+from octavo.errors import ConfigError, NoKernelError, ask
 from octavo.platforms import Platform
 from octavo.quant.weight import CODES, QuantizedWeight, WeightSpec
 
@@ -171,7 +171,7 @@ def select_linear(
         required = not name.endswith("?")
         match = next((m for m in ranked if m.name == name.rstrip("?")), None)
         known = ", ".join(m.name for m in ranked)
-        reason = f"no such kernel; installed: {known}" if match is None else match.why_not(request)
+        reason = f"no such kernel; installed: {known}" if match is None else ask(match.why_not, request)
         if match is not None and reason is None:
             return Selection(request.layer, request.spec, match, ())
         if required:
@@ -184,7 +184,7 @@ def select_linear(
     for method in ranked:
         if method.rank < 0:
             continue
-        reason = method.why_not(request)
+        reason = ask(method.why_not, request)
         if reason is None:
             candidates.append(method)
         elif not candidates:

@@ -38,17 +38,19 @@ CODES: dict[str, Code] = {
 class ActivationSpec:
     """How the input of a linear layer is quantised before the product.
 
-    `granularity` is "per_token", "per_tensor" or "per_group"; `dynamic` scales are computed from the input itself, static
-    ones are stored with the weight.
+    `granularity` is "per_token", "per_tensor" or "per_group" (of `group_size` inputs); `dynamic` scales are computed from the
+    input itself, static ones are stored with the weight.
     """
 
     code: str
     granularity: str = "per_token"
     dynamic: bool = True
     symmetric: bool = True
+    group_size: int = -1
 
     def __str__(self) -> str:
-        return f"{self.code} {self.granularity}{'' if self.dynamic else ' static'}{'' if self.symmetric else ' asym'}"
+        group = f"g{self.group_size}" if self.granularity == "per_group" else self.granularity
+        return f"{self.code} {group}{'' if self.dynamic else ' static'}{'' if self.symmetric else ' asym'}"
 
 
 @dataclass(frozen=True, slots=True)
