@@ -177,6 +177,10 @@ def test_v02_tied_head_may_be_absent(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert tokens(load(untied)) == expected, "a head that differs from the embedding is used, whatever config.json says"
     assert "differs from the embedding" in caplog.text
     assert tokens(load(edit(untied, remove=("lm_head.weight",)))) != expected
+    del settings["tie_word_embeddings"]  # absent means untied, as for Hugging Face
+    (untied / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load(untied)
 
 
 def test_v02_stray_copy_of_a_tied_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

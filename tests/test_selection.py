@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from support import registry
 
 from octavo import (
+    LLM,
     AttentionBackend,
     AttentionBatch,
     AttentionLayer,
@@ -21,6 +24,7 @@ from octavo import (
     NoKernelError,
     PlainKV,
     Platform,
+    PluginError,
     QuantizedWeight,
     WeightSpec,
     round_to_nearest,
@@ -30,6 +34,7 @@ from octavo.attention.kv_format import AttentionStep, DecodingBackend, PagedKV
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.selection import select_attention
 from octavo.quant.linear import DenseMethod, DequantizedMethod, ReferenceMethod, select_linear
+from octavo.testing import tiny_model
 
 CPU = Platform("cpu", "x86_64", frozenset(), 1)
 INT4 = WeightSpec("uint4", (1, 32), has_zeros=True)
@@ -214,3 +219,13 @@ def test_quantized_weight_slices_and_concat_are_exact() -> None:
         assert torch.equal(torch.cat([top.dequantize(), rest.dequantize()]), full)
         assert torch.equal(whole.concat([whole]).dequantize(), torch.cat([full, full]))
         assert torch.equal(top.concat([rest]).dequantize(), full)
+
+
+def test_a_kernel_that_fails_to_prepare_is_named(tmp_path: Path) -> None:
+    def broken(self: LinearMethod, weight: QuantizedWeight, request: LinearRequest) -> None:
+        raise RuntimeError("out of tiles")
+
+    kernel = type("Broken", (DenseMethod,), {"name": "broken", "rank": 99, "__init__": broken})
+    installed = replace(registry(), linear_methods=(*CORE, kernel))
+    with pytest.raises(PluginError, match=r"'broken'.*layers\.0\.self_attn\.q_proj.*out of tiles"):
+        LLM(str(tiny_model(tmp_path)), registry=installed, num_blocks_override=8)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -20,13 +22,17 @@ from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.errors import OctavoError, RequestError
 
+_SAMPLING_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
+"""Where the command differs from `SamplingParams`, which are vLLM's: reproducible, and more than a glimpse."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     parser = build_parser()
     options = vars(parser.parse_args(arguments))
+    debug = options.pop("debug")
     logging.basicConfig(
-        level=logging.DEBUG if options.pop("debug") else logging.INFO,
+        level=logging.DEBUG if debug else logging.INFO,
         format="%(levelname)s %(message)s",
         stream=sys.stderr,
     )
@@ -44,6 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("octavo: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if debug:
+            raise
+        if isinstance(error, OSError) and error.filename is not None:
+            print(f"octavo: {reprlib.repr(error.filename)}: {error.strerror}", file=sys.stderr)
+            return 2
+        what = f"{type(error).__name__}: {error}"
+        print(f"octavo: internal error: {what}; run with --debug for the traceback", file=sys.stderr)
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         SamplingParams,
         skip=frozenset(["seed", "logit_bias"]),
         prefix="sampling_",
+        defaults=_SAMPLING_DEFAULTS,
     )
 
     inspect = command(
@@ -108,6 +124,7 @@ def _add_settings(
     only: frozenset[str] | None = None,
     skip: frozenset[str] = frozenset(),
     prefix: str = "",
+    defaults: Mapping[str, Any] = {},
 ) -> None:
     """Adds one flag for each field of a settings model; absent flags leave no trace, so that other sources count."""
     for name, field in model.model_fields.items():
@@ -118,7 +135,11 @@ def _add_settings(
         if short := extra.get("short"):
             flags.append(str(short))
         flags += [str(flag) for flag in (extra.get("flags") or [])]  # type: ignore[union-attr]
-        options: dict[str, Any] = {"dest": prefix + name, "default": argparse.SUPPRESS, "help": _help(field)}
+        options: dict[str, Any] = {
+            "dest": prefix + name,
+            "default": argparse.SUPPRESS,
+            "help": _help(field, defaults.get(name)),
+        }
         choices = _choices(field.annotation)
         if field.annotation is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -131,10 +152,11 @@ def _add_settings(
         group.add_argument(*flags, **options)
 
 
-def _help(field: FieldInfo) -> str:
+def _help(field: FieldInfo, default: Any) -> str:
     text = (field.description or "").replace("%", "%%")
-    if not field.is_required() and field.default not in (None, (), {}) and "Default" not in text:
-        text += f" Default: {field.default}."
+    default = field.default if default is None else default
+    if not field.is_required() and default not in (None, (), {}) and "Default" not in text:
+        text += f" Default: {default}."
     return text
 
 
@@ -160,7 +182,7 @@ def _sampling_params(options: dict[str, Any]) -> Any:
             values[name] = [item for item in value.split(",") if item]
         elif value == "none":
             values[name] = None
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 128, **values})
+    return SamplingParams(**{**_SAMPLING_DEFAULTS, **values})
 
 
 # --- commands
@@ -174,21 +196,20 @@ def _generate(options: dict[str, Any]) -> int:
         prompts += _read_prompts(options["file"] or "-")
     if not prompts:
         raise RequestError("no prompt: give --prompt, --file, or lines on stdin", param="prompt")
+    if any("\ud800" <= c <= "\udfff" for prompt in prompts for c in prompt):  # how Python keeps other bytes
+        raise RequestError("a prompt is not UTF-8 text", param="prompt")
     return generate(
         _engine_config(options), prompts, _sampling_params(options), chat=options["chat"], as_json=options["json"]
     )
 
 
 def _read_prompts(file: str) -> list[str]:
-    if file == "-":
-        lines = sys.stdin.read().splitlines()
-    else:
-        try:
-            with open(file, encoding="utf-8") as handle:
-                lines = handle.read().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--file {file}: cannot read prompts: {error}", param="prompt") from None
-    return [line for line in lines if line.strip()]
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        source = "stdin" if file == "-" else f"--file {file}"
+        raise RequestError(f"{source}: cannot read prompts: {error}", param="prompt") from None
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _inspect(options: dict[str, Any]) -> int:

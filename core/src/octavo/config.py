@@ -7,9 +7,11 @@ the file, which wins over the default. Names and defaults follow vLLM's where th
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,6 +19,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from octavo.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+_NOT_SETTINGS = frozenset(["OCTAVO_DEMO_MODEL", "OCTAVO_CPU_ISA"])
+"""Environment variables that others read."""
+_OTHERS_NAMES = {
+    "gpu_memory_utilization": "; octavo has kv_cache_memory_utilization, a share of what the weights leave, not of all memory"
+}
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
@@ -93,7 +102,7 @@ class EngineConfig(BaseModel):
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="fcfs: by arrival. priority: by each request's priority (lower first), then arrival."
     )
-    max_logprobs: int = Field(20, ge=0, description="Most logprobs per token that a request may ask for.")
+    max_logprobs: int = Field(20, ge=-1, description="Most logprobs per token that a request may ask for; -1: all.")
     max_num_sequences_per_request: int = Field(128, ge=1, description="Largest n that a request may ask for.")
     linear_kernels: Pairs = Field(
         {},
@@ -144,15 +153,27 @@ class EngineConfig(BaseModel):
                 name = str(key).replace("-", "_")
                 merged[name], origin[name] = value, f"file {file}"
         environ = os.environ if environ is None else environ
-        for name in cls.model_fields:
-            if (variable := f"OCTAVO_{name.upper()}") in environ:
-                merged[name], origin[name] = environ[variable], f"environment variable {variable}"
+        known = {f"OCTAVO_{name.upper()}": name for name in cls.model_fields}
+        for variable in sorted(v for v in environ if v.startswith("OCTAVO_") and v not in _NOT_SETTINGS):
+            if variable in known:
+                merged[known[variable]] = environ[variable]
+                origin[known[variable]] = f"environment variable {variable}"
+            else:
+                (nearest,) = get_close_matches(variable, known, n=1, cutoff=0)
+                logger.warning(
+                    "environment variable %s is ignored: no such setting; the nearest is %s", variable, nearest
+                )
         for name, value in values.items():
             merged[name], origin[name] = value, "argument"
         try:
             return cls(**merged)
         except ConfigError as error:
-            places = [f"  {name} comes from {place}" for name, place in origin.items() if f"'{name}'" in str(error)]
+            cause = error.__context__
+            assert isinstance(cause, ValidationError)
+            blamed: set[Any] = set()
+            for item in cause.errors():  # an error of several fields has no place, but says their names
+                blamed.update(item["loc"][:1] or re.findall(r"\w+", item["msg"]))
+            places = [f"  {name} comes from {place}" for name, place in origin.items() if name in blamed]
             raise ConfigError("\n".join([str(error), *places])) from None
 
 
@@ -160,9 +181,9 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot read the file: {error.strerror}") from None
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot read the file: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not YAML: {error}") from None
     if not isinstance(content, dict):
@@ -176,7 +197,7 @@ def describe(error: ValidationError, noun: str) -> str:
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown {noun} '{name}'")
+            lines.append(f"unknown {noun} '{name}'{_OTHERS_NAMES.get(name, '')}")
         elif item["type"] == "missing":
             lines.append(f"{noun} '{name}' is required")
         elif name:

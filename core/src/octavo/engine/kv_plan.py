@@ -66,8 +66,8 @@ def plan_kv(
 ) -> KVPlan:
     """Divides the memory that is left. `weight_bytes` are weights not yet loaded, 0 once they are.
 
-    Never plans more than `max_num_seqs` sequences of full length could use. Raises ConfigError where not one block fits or
-    more are asked for than there is memory, and where the model is asked for more positions than it has.
+    Never plans more than `max_num_seqs` sequences of full length could use. Raises ConfigError where not one block fits,
+    where more are asked for than the machine can hold, or where the model is asked for more positions than it has.
     """
     limit = decoder.max_positions
     max_model_len = config.max_model_len or limit

@@ -18,9 +18,10 @@ from octavo.engine.kv_plan import choose_kv_format, kv_geometry, plan_kv
 from octavo.engine.sampler import Sampler
 from octavo.engine.step import Step, StepOutput, TokenLogprobs
 from octavo.errors import ask
-from octavo.model.checkpoint import Checkpoint, open_checkpoint
+from octavo.model.checkpoint import open_checkpoint
 from octavo.model.decoder import attention_layers
 from octavo.model.loader import load_model
+from octavo.model.plan import end_token_ids
 from octavo.plugins import Registry
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Runner:
         self.info = ModelInfo(
             vocab_size=decoder.vocab_size,
             max_model_len=self.kv_plan.max_model_len,
-            end_token_ids=frozenset(t for t in _end_token_ids(checkpoint) if t < decoder.vocab_size),
+            end_token_ids=end_token_ids(checkpoint, decoder.vocab_size),
             stretches_beyond=decoder.rope.original_max_positions if decoder.rope.needs_prompt_lens else None,
             linears=tuple(self.loaded.linears),
             attention=str(attention),
@@ -168,12 +169,3 @@ class Runner:
             logits = self.model.logits(hidden[start : start + len(chunk)])
             found += self.sampler.prompt_logprobs(logits, chunk, request.params.prompt_logprobs or 0)
         return found
-
-
-def _end_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """All end tokens that config.json and generation_config.json name."""
-    found: set[int] = set()
-    for source in (checkpoint.config, checkpoint.config.get("text_config"), checkpoint.json("generation_config.json")):
-        value = source.get("eos_token_id") if isinstance(source, dict) else None
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)

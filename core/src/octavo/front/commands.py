@@ -36,7 +36,7 @@ def generate(config: EngineConfig, prompts: list[str], params: SamplingParams, *
         printer.show(delta)
     elapsed = time.monotonic() - start
     print(_summary(llm, printer, elapsed), file=sys.stderr)
-    return 0
+    return 1 if printer.failed else 0
 
 
 class _Printer:
@@ -45,7 +45,7 @@ class _Printer:
     def __init__(self, as_json: bool, several: bool, order: int) -> None:
         self.as_json, self.several = as_json, several
         self.tokens, self.first_token_s = 0, []  # type: int, list[float]
-        self.failed = 0
+        self.failed: set[int] = set()
         self._pending: dict[tuple[int, int], list[str]] = {}
         self._done: set[tuple[int, int]] = set()
         self._current: tuple[int, int] = (0, 0)
@@ -56,18 +56,25 @@ class _Printer:
     def show(self, delta: TextDelta) -> None:
         output, completion = delta.output, delta.completion
         request = int(output.request_id)
-        self.tokens += 1
-        if len(completion.token_ids) == 1 and delta.sequence_index == 0 and output.metrics.time_to_first_token_s:
-            self.first_token_s.append(output.metrics.time_to_first_token_s)
+        if delta.finished:
+            self.tokens += len(completion.token_ids)
+            if delta.sequence_index == 0 and output.metrics.time_to_first_token_s:
+                self.first_token_s.append(output.metrics.time_to_first_token_s)
+            if completion.finish_reason == "error" and request not in self.failed:
+                self.failed.add(request)
+                print(f"octavo: prompt {request} failed: {completion.stop_reason}", file=sys.stderr)
         if self.as_json:
-            if completion.finished():
-                print(json.dumps({"prompt": output.prompt, **asdict(completion)}), flush=True)
+            if delta.finished:
+                wanted = (
+                    {} if output.prompt_logprobs is None else {"prompt_logprobs": asdict(output)["prompt_logprobs"]}
+                )
+                print(json.dumps({"prompt": output.prompt, **asdict(completion), **wanted}), flush=True)
             return
         key = (request, delta.sequence_index)
         self._sizes[request] = len(output.outputs)
         self._titles[request] = output.prompt or ""
         self._pending.setdefault(key, []).append(delta.text)
-        if completion.finished():
+        if delta.finished:
             self._done.add(key)
         while self._flush():
             pass
@@ -110,7 +117,7 @@ def inspect(config: EngineConfig, *, as_json: bool, every_layer: bool) -> int:
     plan = plan_model(config, registry, checkpoint)
     geometry = kv_geometry(plan.config, config.block_size, plan.dtype)
     kv_format = choose_kv_format(config.kv_cache_dtype, registry.kv_formats, geometry)
-    kv_plan = plan_kv(config, plan.config, kv_format, registry.platform, plan.stored_bytes)
+    kv_plan = plan_kv(config, plan.config, kv_format, registry.platform, plan.resident_bytes)
     if as_json:
         print(json.dumps(_plan_json(config, plan, kv_plan), indent=1))
     else:
@@ -126,6 +133,7 @@ def _plan_json(config: EngineConfig, plan: ModelPlan, kv_plan: KVPlan) -> dict[s
         "linears": [asdict(report) for report in plan.linears],
         "other_bytes": plan.other_bytes,
         "total_bytes": plan.stored_bytes,
+        "resident_bytes": plan.resident_bytes,
         "kv": {
             **asdict(kv_plan),
             "bytes_per_token": kv_plan.bytes_per_token,
@@ -140,7 +148,7 @@ def _print_plan(config: EngineConfig, plan: ModelPlan, kv_plan: KVPlan, every_la
     from rich.table import Table
 
     decoder = plan.config
-    console = Console()
+    console = Console(markup=False)
     scheme = f"{plan.quant.name} checkpoint" if plan.quant else "unquantised checkpoint"
     console.print(
         f"{config.model}: {scheme}, {decoder.num_layers} layers, hidden {decoder.hidden_size}, {decoder.heads} heads / "
@@ -157,6 +165,7 @@ def _print_plan(config: EngineConfig, plan: ModelPlan, kv_plan: KVPlan, every_la
     table.add_row("embedding, norms", "float", "-", f"{plan.other_bytes / 2**20:.2f}", "-")
     table.add_row("total", "", "", f"{plan.stored_bytes / 2**20:.2f}", "")
     console.print(table)
+    console.print(f"weights in memory: about {plan.resident_bytes / 2**20:,.2f} MiB", highlight=False)
     console.print(str(kv_plan), highlight=False)
 
 

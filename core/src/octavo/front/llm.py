@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import reprlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import count
-from typing import Any
+from operator import index
+from typing import Any, Self
 
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine, EngineStats
 from octavo.engine.sampling_params import SamplingParams
-from octavo.errors import RequestError
+from octavo.errors import CheckpointError, ConfigError, RequestError
 from octavo.front.output_processor import OutputProcessor, TextDelta
 from octavo.front.outputs import RequestOutput
 from octavo.front.tokenizer import Tokenizer
+from octavo.model.checkpoint import open_checkpoint
 from octavo.platforms import Platform
 from octavo.plugins import Registry, discover
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_MEANING = {"trust_remote_code": (False,), "enforce_eager": (False, True), "disable_log_stats": (False, True)}
+"""Settings that scripts for vLLM give, with the values that ask for nothing here."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -24,29 +35,39 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class LLM:
     """A model ready to generate. Settings are those of `EngineConfig`, by name."""
 
-    def __init__(
-        self,
-        model: str | EngineConfig,
-        *,
-        quantization: str | None = None,
-        dtype: str = "auto",
-        registry: Registry | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, model: str | EngineConfig, *, registry: Registry | None = None, **settings: Any) -> None:
         if isinstance(model, EngineConfig):
+            if settings:
+                raise ConfigError(f"settings beside a ready EngineConfig: {', '.join(settings)}; set them in that one")
             self.config = model
         else:
-            given = {"model": model, **settings}
-            if quantization is not None:
-                given["quantization"] = quantization
-            if dtype != "auto":
-                given["dtype"] = dtype
-            self.config = EngineConfig.load(given)
+            ignored = [name for name, values in _WITHOUT_MEANING.items() if settings.get(name) in values]
+            if ignored:
+                logger.warning("ignored, for they mean nothing here: %s", ", ".join(ignored))
+            self.config = EngineConfig.load({"model": model, **{k: v for k, v in settings.items() if k not in ignored}})
         self.registry = registry or registry_for(self.config)
+        try:  # before the weights: a bad one must not cost the minutes that those take
+            self.tokenizer = Tokenizer(self.config.tokenizer or self.config.model)
+        except CheckpointError:
+            open_checkpoint(self.config.model, self.registry.checkpoint_readers)  # says it if all of the folder is bad
+            raise
         self.engine = Engine(self.config, self.registry)
-        self.tokenizer = Tokenizer(self.config.tokenizer or self.config.model)
         self._processor = OutputProcessor(self.engine, self.tokenizer)
         self._ids = count()
+        self._mail: dict[str, deque[TextDelta]] = {}  # by request: what its caller has not taken yet
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Frees the workers and their memory; nothing can be generated afterwards."""
+        self.engine.shutdown()
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
 
     def generate(
         self,
@@ -60,29 +81,25 @@ class LLM:
 
         `sampling_params` is one for all, or one a prompt. Raises RequestError before anything runs if any is unusable.
         """
-        outputs: dict[str, RequestOutput] = {}
         order = self._submit(prompts, sampling_params, priority)
-        try:
-            with _progress(len(order), use_tqdm and not self.config.disable_progress) as show:
-                while self._processor.has_unfinished:
-                    for delta in self._processor.step():
-                        outputs[delta.output.request_id] = delta.output
-                        show(delta)
-        except BaseException:
-            self._abort(order)
-            raise
+        outputs: dict[str, RequestOutput] = {}
+        shown = use_tqdm and not self.config.disable_progress
+        with closing(self._deltas(order)) as deltas, _progress(len(order), shown) as show:
+            for delta in deltas:
+                outputs[delta.output.request_id] = delta.output
+                show(delta)
         return [outputs[request_id] for request_id in order]
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[TextDelta]:
-        """Like `generate`, but yields text as it becomes certain. Leaving the iterator early aborts what is unfinished."""
-        order = self._submit(prompts, sampling_params, None)
-        try:
-            while self._processor.has_unfinished:
-                yield from self._processor.step()
-        finally:
-            self._abort(order)
+        """Like `generate`, but yields text as it becomes certain. Leaving the iterator early aborts what is unfinished.
+
+        The requests are queued, or refused, at once. Several streams may be read in turns, and between other calls.
+        """
+        return self._deltas(self._submit(prompts, sampling_params, None))
 
     def chat(
         self,
@@ -109,8 +126,10 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[str]:
         listed = _as_list(prompts)
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * len(listed)
+        if not all(isinstance(one, SamplingParams) for one in each):
+            raise RequestError("expected SamplingParams, or a list of one for each prompt", param="sampling_params")
         if len(each) != len(listed):
             raise RequestError(f"{len(listed)} prompts but {len(each)} sampling_params", param="sampling_params")
         if priority is not None and len(priority) != len(listed):
@@ -118,38 +137,72 @@ class LLM:
         order: list[str] = []
         try:
             for i, (prompt, one) in enumerate(zip(listed, each, strict=True)):
-                request_id = str(next(self._ids))
-                text, ids = self._tokenize(prompt)
+                order.append(str(next(self._ids)))
                 try:
-                    self._processor.add_request(request_id, text, ids, one, priority[i] if priority else 0)
+                    text, ids = self._tokenize(prompt)
+                    self._processor.add_request(order[-1], text, ids, one, priority[i] if priority else 0)
                 except RequestError as error:
                     where = f"prompt {i}: " if len(listed) > 1 else ""
                     raise RequestError(f"{where}{error}", param=error.param) from None
-                order.append(request_id)
         except BaseException:
-            self._abort(order)
+            self._forget(order)
             raise
         return order
 
-    def _abort(self, order: Sequence[str]) -> None:
+    def _deltas(self, order: Sequence[str]) -> Generator[TextDelta]:
+        """The deltas of these requests as they come; a step that this drives leaves those of others in their mail.
+
+        However the iterator ends, even one that was never used, unfinished requests are aborted.
+        """
+        mail: deque[TextDelta] = deque()
+        self._mail |= dict.fromkeys(order, mail)
+
+        def deltas() -> Generator[Any]:
+            try:
+                yield None
+                unfinished = set(order)
+                while unfinished or mail:
+                    while not mail:
+                        for delta in self._processor.step():
+                            if (box := self._mail.get(delta.output.request_id)) is not None:
+                                box.append(delta)
+                    if mail[0].output.finished:
+                        unfinished.discard(mail[0].output.request_id)
+                    yield mail.popleft()
+            finally:
+                self._forget(order)
+
+        started = deltas()
+        next(started)  # closing a generator runs its `finally` only once it has begun
+        return started
+
+    def _forget(self, order: Sequence[str]) -> None:
         for request_id in order:
             self._processor.abort(request_id)
+            self._mail.pop(request_id, None)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+    def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """The text, where there is one, and the ids of a prompt."""
+        text = prompt
         if isinstance(prompt, Mapping):
+            text = prompt.get("prompt")
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            if "prompt" in prompt:
-                return self._tokenize(prompt["prompt"])
-            raise RequestError(
-                f"a prompt dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}", param="prompt"
-            )
-        ids = list(prompt)
-        if not all(isinstance(token, int) for token in ids):
-            raise RequestError("a prompt is text or a list of token ids", param="prompt")
-        return None, ids
+                return text, _token_ids(prompt["prompt_token_ids"])
+            if text is None:
+                found = sorted(map(str, prompt))
+                raise RequestError(f"a prompt dict needs 'prompt' or 'prompt_token_ids', got {found}", param="prompt")
+        return (text, self.tokenizer.encode(text)) if isinstance(text, str) else (None, _token_ids(text))
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        if isinstance(prompt, bytes | Mapping):
+            raise TypeError
+        return [index(token) for token in prompt]  # numbers of other libraries too
+    except TypeError:
+        raise RequestError(
+            f"a prompt is text or a list of token ids, got {reprlib.repr(prompt)}", param="prompt"
+        ) from None
 
 
 def registry_for(config: EngineConfig) -> Registry:
@@ -157,14 +210,12 @@ def registry_for(config: EngineConfig) -> Registry:
     return discover(Platform.detect(config.device), disable=config.disable_plugins, strict=config.strict_plugins)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Any]:
     """One prompt or several as a list; a flat list of ints is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
     listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]  # type: ignore[list-item]
-    return listed  # type: ignore[return-value]
+    return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
 
 
 class _progress:
@@ -185,7 +236,7 @@ class _progress:
             transient=True,
         )
         self._task = self._bar.add_task("", total=total, tokens=0)
-        self._tokens = 0
+        self._tokens, self._finished = 0, set[str]()
 
     def __enter__(self) -> _progress:
         self._bar.start()
@@ -196,4 +247,6 @@ class _progress:
 
     def __call__(self, delta: TextDelta) -> None:
         self._tokens += 1
-        self._bar.update(self._task, advance=int(delta.output.finished), tokens=self._tokens)
+        if delta.output.finished:
+            self._finished.add(delta.output.request_id)
+        self._bar.update(self._task, completed=len(self._finished), tokens=self._tokens)

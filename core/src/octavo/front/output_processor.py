@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,14 +15,17 @@ from octavo.front.outputs import CompletionOutput, Logprob, LogprobsByToken, Req
 from octavo.front.stop_strings import StopChecker
 from octavo.front.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text of one sequence of one request. `output` is the request so far."""
+    """New text of one sequence of one request; `finished` marks its last. `output` is the request as far as it is by now."""
 
     output: RequestOutput
     sequence_index: int
     text: str
+    finished: bool
 
     @property
     def completion(self) -> CompletionOutput:
@@ -96,35 +100,56 @@ class OutputProcessor:
     def abort(self, request_id: str) -> None:
         """Ends a request; its outputs so far stand, with finish reason "abort"."""
         self.engine.abort(request_id)
-        if (tracked := self._tracked.pop(request_id, None)) is not None:
-            for sequence in tracked.sequences:
-                if not sequence.completion.finished():
-                    sequence.completion.finish_reason = "abort"
-            tracked.output.finished = True
+        if (tracked := self._tracked.get(request_id)) is not None:
+            self._end(tracked, "abort")
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._tracked)
 
     def step(self) -> list[TextDelta]:
-        """Runs one engine step and returns what became certain; a delta may be empty where a sequence ended."""
-        deltas = []
+        """Runs one engine step and returns what became certain; a delta may be empty where a sequence ended.
+
+        A request fails as a whole: where one of its sequences does, or where its tokens cannot be turned into text.
+        """
+        deltas: list[TextDelta] = []
+        silent = set(self._tracked)
         for update in self.engine.step():
-            tracked = self._tracked.get(update.request_id)
-            if tracked is None:
+            silent.discard(update.request_id)
+            if (tracked := self._tracked.get(update.request_id)) is None:
                 continue
-            delta = self._apply(tracked, update)
-            if delta is not None:
-                deltas.append(delta)
-            if tracked.output.finished:
-                del self._tracked[update.request_id]
+            failure = update.stop_reason if update.finish_reason == "error" else None
+            try:
+                deltas += self._apply(tracked, update)
+            except Exception as error:  # tokenizers raise what they like
+                logger.exception("request %s: its tokens cannot be turned into text; it is ended", update.request_id)
+                failure = f"{type(error).__name__}: {error}"
+            if failure is not None:
+                self.engine.abort(update.request_id)
+                deltas += self._end(tracked, "error", failure)
+            elif all(s.completion.finished() for s in tracked.sequences):
+                self._end(tracked, "stop")
+        if silent:  # waiting, or aborted at the engine itself
+            known = {request.parent_id for request in self.engine.scheduler}
+            for request_id in silent - known:
+                deltas += self._end(self._tracked[request_id], "abort")
         return deltas
 
-    def _apply(self, tracked: _Tracked, update: SequenceUpdate) -> TextDelta | None:
+    def _end(self, tracked: _Tracked, reason: str, stop_reason: int | str | None = None) -> list[TextDelta]:
+        """Forgets a request that the engine no longer runs; the sequences that this ends get a last, empty delta."""
+        output = tracked.output
+        del self._tracked[output.request_id]
+        output.finished, output.metrics.finished_time = True, time.monotonic()
+        ended = [completion for completion in output.outputs if not completion.finished()]
+        for completion in ended:
+            completion.finish_reason, completion.stop_reason = reason, stop_reason
+        return [TextDelta(output, completion.index, "", True) for completion in ended]
+
+    def _apply(self, tracked: _Tracked, update: SequenceUpdate) -> list[TextDelta]:
+        """Books what one step did for one sequence; returns one delta, or none where no token came."""
         output, params = tracked.output, tracked.params
         sequence = tracked.sequences[update.sequence_index]
         completion = sequence.completion
-        now = time.monotonic()
         output.num_cached_tokens = update.num_cached_tokens
         if update.prompt_logprobs is not None and output.prompt_logprobs is not None:
             # A preempted request computes its prompt again: positions already reported come first.
@@ -132,11 +157,11 @@ class OutputProcessor:
             start = update.prompt_logprobs_start
             output.prompt_logprobs += [self._named(p) for p in update.prompt_logprobs[max(known - start, 0) :]]
         if update.token_id < 0 and update.finish_reason is None:
-            return None
+            return []
         text, matched = "", None
         if update.token_id >= 0:
             if output.metrics.first_token_time is None:
-                output.metrics.first_token_time = now
+                output.metrics.first_token_time = time.monotonic()
             completion.token_ids.append(update.token_id)
             if update.logprobs is not None and completion.logprobs is not None:
                 completion.logprobs.append(self._named(update.logprobs))
@@ -158,23 +183,8 @@ class OutputProcessor:
                 self.engine.finish(update.request_id, update.sequence_index, "stop", matched)
             reason, stop_reason = "stop", matched
         completion.text += text
-        if reason is not None:
-            completion.finish_reason, completion.stop_reason = reason, stop_reason
-            if all(s.completion.finished() for s in tracked.sequences) or (reason == "error"):
-                self._close(tracked, now)
-        return TextDelta(output, update.sequence_index, text)
-
-    def _close(self, tracked: _Tracked, now: float) -> None:
-        """Marks a request as finished. Sequences that an error kept from starting share its fate."""
-        for sequence in tracked.sequences:
-            if not sequence.completion.finished():
-                if sequence.completion.token_ids:
-                    return
-                error = next(s.completion for s in tracked.sequences if s.completion.finished())
-                sequence.completion.finish_reason = error.finish_reason
-                sequence.completion.stop_reason = error.stop_reason
-        tracked.output.finished = True
-        tracked.output.metrics.finished_time = now
+        completion.finish_reason, completion.stop_reason = reason, stop_reason
+        return [TextDelta(output, update.sequence_index, text, reason is not None)]
 
     def _named(self, logprobs: TokenLogprobs) -> LogprobsByToken:
         return {

@@ -5,7 +5,7 @@ Built from the files in the folder alone, with no network and no code from the f
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,22 @@ class Tokenizer:
     """One model's tokenizer. Holds no state that a call changes, so threads may share it."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._path = Path(folder)
+        self._path = Path(folder).expanduser()
         self._tokenizer = _load(self._path)
 
     def encode(self, text: str) -> list[int]:
         """A prompt's ids, with the special tokens (BOS) that the tokenizer adds to raw text."""
-        return list(self._tokenizer.encode(text))
+        return self._encode(text, "prompt", add_special_tokens=True)
 
-    def encode_plain(self, text: str) -> list[int]:
-        """The ids of a piece of text, with nothing added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def encode_plain(self, text: str, param: str = "prompt") -> list[int]:
+        """The ids of a piece of text, with nothing added. `param` is what a refusal names."""
+        return self._encode(text, param, add_special_tokens=False)
+
+    def _encode(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except Exception as error:  # text that is none, such as half a surrogate pair
+            raise RequestError(f"{param}: cannot be tokenized as text: {error}", param=param) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids, spaces as they are."""
@@ -64,14 +70,14 @@ class Tokenizer:
             )
         except Exception as error:  # templates raise what they like
             raise RequestError(f"the chat template refuses the messages: {error}", param="messages") from None
-        return self.encode_plain(text)
+        return self.encode_plain(text, "messages")
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences that spell each word, at the start of a text and after a space."""
         found: list[list[int]] = []
         for word in words:
             for text in (word, " " + word.lstrip()):
-                ids = self.encode_plain(text)
+                ids = self.encode_plain(text, "bad_words")
                 if ids and ids not in found:
                     found.append(ids)
         return found
@@ -80,29 +86,13 @@ class Tokenizer:
 def _load(path: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not path.is_dir():
-        raise CheckpointError("no such tokenizer folder", file=str(path))
-    file, settings_file = path / "tokenizer.json", path / "tokenizer_config.json"
+    # A tokenizer.json is complete: the plain fast class reads it and the files beside it, whatever class they name.
+    kind: Any = PreTrainedTokenizerFast if os.path.isfile(path / "tokenizer.json") else AutoTokenizer
     try:
-        settings = json.loads(settings_file.read_text()) if settings_file.is_file() else {}
-        if not file.is_file():
-            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        known = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")
-        chosen = {key: _text(settings[key]) for key in known if settings.get(key) is not None}
-        template_file = path / "chat_template.jinja"
-        if template_file.is_file():
-            chosen["chat_template"] = template_file.read_text()
-        return PreTrainedTokenizerFast(tokenizer_file=str(file), **chosen)
+        if not path.is_dir():
+            raise FileNotFoundError("no such tokenizer folder")
+        return kind.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizer libraries raise bare Exceptions
         raise CheckpointError(
             f"cannot load the tokenizer: {error}", file=str(path), expected="tokenizer.json of a fast tokenizer"
         ) from None
-
-
-def _text(value: Any) -> Any:
-    """A special token as text: old configs write it as {"content": ..., "lstrip": ...}."""
-    if isinstance(value, dict) and "content" in value:
-        return value["content"]
-    if isinstance(value, list):  # several named chat templates
-        return next((t["template"] for t in value if t.get("name") == "default"), None)
-    return value

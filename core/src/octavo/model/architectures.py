@@ -8,7 +8,7 @@ family; sizes have no such meaning and must be there.
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -249,7 +249,10 @@ def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeC
     if (part := stated.pop("partial_rotary_factor", 1.0)) != 1.0:
         raise _bad_value("partial_rotary_factor", "1, as heads of this family are rotated whole", part)
     original = _whole({_ORIGINAL: original}, _ORIGINAL)
-    if kind == "yarn":  # DeepSeek's convention: without a factor, the ratio of the lengths is meant
+    if kind == "yarn":
+        if theta <= 1:
+            raise _bad_value("rope_theta", "more than 1 for yarn, which takes logarithms to this base", theta)
+        # DeepSeek's convention: without a factor, the ratio of the lengths is meant
         stated.setdefault("factor", max_positions / original)
     required, optional = _ROPE_PARAMETERS[kind]
     if missing := [name for name in required if name not in stated]:
@@ -303,7 +306,7 @@ def _whole(config: Mapping[str, Any], key: str, default: int | None = None, leas
 
 def _number(key: str, value: Any, zero: bool = False) -> float:
     """A finite number above 0, or `zero` itself where allowed. Truth values count as 1 and 0."""
-    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+    if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max or (value == 0 and not zero):
         raise _bad_value(key, f"a number above 0{' or 0' if zero else ''}", value)
     return float(value)
 

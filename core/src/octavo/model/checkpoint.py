@@ -77,9 +77,9 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """One tensor's data, on the CPU."""
+        """One tensor's data, on the CPU; it may be a mapping of the file."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a container may hold nothing open
         """Lets go of files and their mappings; `tensors` stays, `read` ends."""
 
     def config(self) -> dict[str, Any] | None:
@@ -317,8 +317,8 @@ def _quant_sources(path: Path, config: Mapping[str, Any]) -> list[QuantSource]:
     ]
     for name in ("hf_quant_config.json", "quantize_config.json", "quant_config.json"):
         if (path / name).is_file():
-            raw = _read_json(path / name)
-            sources.append((raw.get("quantization", raw) if name.startswith("hf_") else raw, name))
+            content = _read_json(path / name)
+            sources.append((content.get("quantization", content) if name.startswith("hf_") else content, name))
     for raw, where in sources:
         if raw is not None and not isinstance(raw, dict):
             raise CheckpointError("quantization settings must be a JSON object", file=where, found=repr(raw))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.config import EngineConfig
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, OctavoError, PluginError, ask
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.decoder import Decoder, DecoderLayer, SeparateLinears
 from octavo.model.ops import FusedOps
@@ -56,8 +56,11 @@ def load_model(settings: EngineConfig, registry: Registry, checkpoint: Checkpoin
         final_norm = loader.tensor(f"{plan.prefix}norm.weight", (config.hidden_size,))
         head = loader.head(embedding)
         loader.account()
-        rope = RotaryEmbedding(config.rope, config.max_positions, registry.platform.device)
+        plan.check_settings(loader.reports)
+        positions = min(settings.max_model_len or config.max_positions, config.max_positions)
+        rope = RotaryEmbedding(config.rope, positions, registry.platform.device)
         decoder = Decoder(config, embedding, layers, final_norm, head, ops, rope)
+    checkpoint.close()
     return LoadedModel(decoder, plan, loader.reports)
 
 
@@ -76,17 +79,10 @@ class _Loader:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A plain tensor in the compute type, on the device; checked for shape, type and finiteness."""
         tensor = self.plan.checkpoint.read(name)
-        file = self.plan.checkpoint.tensors[name].file
-        if tuple(tensor.shape) != shape or not tensor.dtype.is_floating_point:
-            raise CheckpointError(
-                "a tensor does not have the shape and type that config.json implies",
-                file=file,
-                tensor=name,
-                expected=f"{shape}, floating",
-                found=f"{tuple(tensor.shape)}, {tensor.dtype}",
-            )
+        info = self.plan.checkpoint.tensors[name]
+        self.plan.check_plain(info, shape)
         if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError("a tensor holds values that are NaN or infinite", file=file, tensor=name)
+            raise CheckpointError("a tensor holds values that are NaN or infinite", file=info.file, tensor=name)
         return tensor.to(self._device, self.plan.dtype)
 
     def weight(self, layer: LinearLayer) -> QuantizedWeight:
@@ -100,7 +96,8 @@ class _Loader:
             if spec.is_float or quant is None:
                 weight = QuantizedWeight.from_float(tensors["weight"], tensors.get("bias"))
             else:
-                weight = quant.canonicalise(layer, tensors)
+                with _blaming(f"format '{quant.name}' cannot read {layer.name}"):
+                    weight = quant.canonicalise(layer, tensors)
             weight.check(layer)
             weight = weight.without_trivial_order()
         except CheckpointError as error:
@@ -126,7 +123,8 @@ class _Loader:
     def _prepare(self, label: str, layers: Sequence[LinearLayer], weight: QuantizedWeight, note: str = "") -> nn.Module:
         request = self.plan.request(label, weight.spec, layers, weight.bias is not None)
         choice = self.plan.select(request)
-        method = choice.method(weight, request).to(self._device).eval()
+        with _blaming(f"kernel '{choice.method.name}' cannot prepare {label} ({weight.spec})"):
+            method = choice.method(weight.to(self._device), request).eval()
         self.reports.append(
             LinearReport(label, str(weight.spec), method.name, resident_bytes(method), choice.refusals, note)
         )
@@ -144,12 +142,10 @@ class _Loader:
         return DecoderLayer(self.plan.config, index, self.ops, **parts, activation_scale=scale)
 
     def head(self, embedding: Tensor) -> nn.Module:
-        """The output head: the embedding where the file holds no other, whatever config.json says."""
+        """The output head: a stored one, whatever config.json says, else the embedding."""
         config = self.plan.config
         layer = self.plan.head
         if layer is None:
-            if not config.tie_word_embeddings:
-                logger.warning("config.json says that the head is not tied, but none is stored: the embedding is used")
             return self._tied_head(LinearLayer("lm_head", config.hidden_size, config.vocab_size), embedding)
         weight = self.weight(layer)
         if weight.spec.is_float and weight.bias is None and torch.equal(weight.codes.to(embedding), embedding):
@@ -182,9 +178,20 @@ class _Loader:
             logger.warning("%d tensor(s) of the checkpoint are not used: %s", len(unread), shown)
 
 
+@contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    """Names plugin code that raised something of its own; errors that octavo knows pass as they are."""
+    try:
+        yield
+    except OctavoError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 def _choose_ops(registry: Registry, dtype: torch.dtype) -> FusedOps:
     ranked = sorted(registry.fused_ops, key=lambda ops: -ops.rank)
-    return next(ops for ops in ranked if ops.why_not(registry.platform, dtype) is None)()
+    return next(ops for ops in ranked if ask(ops.why_not, registry.platform, dtype) is None)()
 
 
 @contextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import filter as matching
 
 import torch
 
 from octavo.config import EngineConfig
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.model.architectures import DecoderConfig, declared_dtype, decoder_config
 from octavo.model.checkpoint import Checkpoint
 from octavo.plugins import Registry
@@ -16,6 +19,8 @@ from octavo.quant.config import QuantConfig, TensorInfo
 from octavo.quant.detection import detect_format
 from octavo.quant.linear import LinearRequest, Selection, select_linear
 from octavo.quant.weight import FLOAT, LinearLayer, WeightSpec
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -94,13 +99,14 @@ class ModelPlan:
     prefix: str = "model."  # what all tensor names but the head's begin with
     linears: list[LinearReport] = field(default_factory=list)
     other_bytes: int = 0  # embedding, norms
+    resident_bytes: int = 0  # an estimate: floats in the compute type, a byte for each code
 
     @classmethod
     def of(cls, settings: EngineConfig, registry: Registry, checkpoint: Checkpoint) -> ModelPlan:
         """Reads the settings of a checkpoint; raises CheckpointError or ConfigError for what they get wrong."""
         quant = detect_format(
             checkpoint.quant_sources,
-            checkpoint.tensors,
+            checkpoint.without(settings.ignore_tensors),
             registry.quant_configs,
             settings.quantization,
             registry.failure_notes(),
@@ -127,6 +133,12 @@ class ModelPlan:
         name = next((module for module in modules if self.checkpoint.stored(module)), None)
         return None if name is None else LinearLayer(name, self.config.hidden_size, self.config.vocab_size)
 
+    @property
+    def groups(self) -> list[LinearGroup]:
+        """All linears, the stored head last."""
+        groups = [g for i in range(self.config.num_layers) for g in self.layer_names(i).linears.values()]
+        return groups if (head := self.head) is None else [*groups, LinearGroup(head.name, (head,))]
+
     def layer_names(self, index: int) -> LayerNames:
         return LayerNames.of(self.config, self.prefix, index)
 
@@ -138,16 +150,24 @@ class ModelPlan:
         info = stored.get("weight")
         if info is None:
             raise CheckpointError("a tensor that the model needs is missing", tensor=f"{layer.name}.weight")
-        expected = (layer.out_features, layer.in_features)
-        if info.shape != expected or not info.dtype.is_floating_point:
+        self.check_plain(info, (layer.out_features, layer.in_features))
+        if (bias := stored.get("bias")) is not None:
+            self.check_plain(bias, (layer.out_features,))
+        return FLOAT
+
+    @staticmethod
+    def check_plain(info: TensorInfo, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless a tensor holds unquantised numbers in a shape that config.json implies."""
+        float8 = info.dtype.is_floating_point and info.dtype.itemsize == 1
+        if info.shape != shape or not info.dtype.is_floating_point or float8:
             raise CheckpointError(
-                "a plain weight does not have the shape and type that config.json implies",
+                "a plain tensor does not have the shape and type that config.json implies",
                 file=info.file,
                 tensor=info.name,
-                expected=f"{expected}, floating",
+                expected=f"{shape}, floating",
                 found=f"{info.shape}, {info.dtype}",
+                hint="it is stored as float8, but no scales are" if float8 else None,
             )
-        return FLOAT
 
     def check_complete(self) -> None:
         """Raises one CheckpointError that lists all tensors that the model needs and the file lacks."""
@@ -161,13 +181,18 @@ class ModelPlan:
                     missing.append(f"{linear.name}.weight")
                 if linear.name.rpartition(".")[2] in self.config.biases:
                     names.append(f"{linear.name}.bias")
+        if self.head is None and not self.config.tie_word_embeddings:
+            names.append("lm_head.weight")
         missing += [name for name in names if name not in tensors]
         if missing:
             shown = ", ".join(sorted(missing)[:8]) + (f", and {len(missing) - 8} more" if len(missing) > 8 else "")
+            shape = (self.config.vocab_size, self.config.hidden_size)
+            alike = [n for n, t in tensors.items() if t.shape == shape and n != names[0]] if self.head is None else []
             raise CheckpointError(
                 f"{len(missing)} tensor(s) that the model needs are missing",
                 file=str(self.checkpoint.path),
                 found=shown,
+                hint=f"{alike[0]} has the shape of a head; octavo looks for lm_head.weight" if alike else None,
             )
 
     def request(self, label: str, spec: WeightSpec, layers: Sequence[LinearLayer], has_bias: bool) -> LinearRequest:
@@ -193,26 +218,45 @@ class ModelPlan:
 
     def fill(self) -> None:
         """Chooses kernels by the headers' specs and counts bytes."""
-        groups = [g for i in range(self.config.num_layers) for g in self.layer_names(i).linears.values()]
-        if (head := self.head) is not None:
-            groups.append(LinearGroup(head.name, (head,)))
-        for group in groups:
+        for group in self.groups:
             specs = {layer: self.spec(layer) for layer in group.layers}
             if len(set(specs.values())) == 1:
                 self._report(group, specs[group.layers[0]])
             else:
                 for layer, spec in specs.items():
                     self._report(LinearGroup(layer.name, (layer,)), spec, "not fused: members are stored differently")
-        listed = {layer.name for group in groups for layer in group.layers}
-        self.other_bytes = sum(
-            info.num_bytes for name, info in self.checkpoint.tensors.items() if name.rpartition(".")[0] not in listed
-        )
+        listed = {layer.name for group in self.groups for layer in group.layers}
+        others = [info for name, info in self.checkpoint.tensors.items() if name.rpartition(".")[0] not in listed]
+        self.other_bytes = sum(info.num_bytes for info in others)
+        self.resident_bytes += sum(math.prod(info.shape) * self.dtype.itemsize for info in others)
+        self.check_settings(self.linears)
+
+    def check_settings(self, linears: Sequence[LinearReport]) -> None:
+        """Reports settings that change nothing: a format that none of `linears` is in, patterns that match nothing."""
+        if self.quant is not None and all(report.spec == str(FLOAT) for report in linears):
+            text = f"the settings say that the checkpoint is '{self.quant.name}', but not one layer is quantised"
+            if self.settings.quantization is not None:
+                raise ConfigError(f"--quantization {self.settings.quantization} was given and {text}")
+            logger.warning("%s: %s", self.checkpoint.path, text)
+        layers = [name for group in self.groups for name in (group.label, *(layer.name for layer in group.layers))]
+        for option, patterns, names in (
+            ("linear-kernels", self.settings.linear_kernels, [*layers, "lm_head"]),
+            ("ignore-tensors", self.settings.ignore_tensors, list(self.checkpoint.tensors)),
+        ):
+            for pattern in patterns:
+                if not matching(names, pattern):
+                    logger.warning("--%s: nothing matches the pattern '%s'", option, pattern)
 
     def _report(self, group: LinearGroup, spec: WeightSpec, note: str = "") -> None:
         stored: list[dict[str, TensorInfo]] = [self.checkpoint.stored(layer.name) for layer in group.layers]
         choice = self.select(self.request(group.label, spec, group.layers, any("bias" in infos for infos in stored)))
         num_bytes = sum(info.num_bytes for infos in stored for info in infos.values())
         self.linears.append(LinearReport(group.label, str(spec), choice.method.name, num_bytes, choice.refusals, note))
+        for layer in group.layers:
+            shape = layer.out_features, layer.in_features
+            groups = math.prod(1 if g == -1 else -(-n // g) for n, g in zip(shape, spec.group_shape, strict=True))
+            scales = 0 if spec.is_float else groups * (1 + spec.has_zeros) * 2
+            self.resident_bytes += math.prod(shape) * (self.dtype.itemsize if spec.is_float else 1) + scales
 
 
 def plan_model(settings: EngineConfig, registry: Registry, checkpoint: Checkpoint) -> ModelPlan:
@@ -221,3 +265,16 @@ def plan_model(settings: EngineConfig, registry: Registry, checkpoint: Checkpoin
     plan.check_complete()
     plan.fill()
     return plan
+
+
+def end_token_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
+    """All end tokens that config.json and generation_config.json name; what is no token is reported."""
+    config = checkpoint.config
+    stated: list[object] = []
+    for source in (config, config.get("text_config"), checkpoint.json("generation_config.json")):
+        value = source.get("eos_token_id") if isinstance(source, dict) else None
+        stated += value if isinstance(value, list) else [] if value is None else [value]
+    found = [value for value in stated if type(value) is int and 0 <= value < vocab_size]
+    if unusable := [repr(value) for value in stated if value not in found]:
+        logger.warning("eos_token_id: not a token of the model: %s", ", ".join(unusable))
+    return frozenset(found)

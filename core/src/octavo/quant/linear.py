@@ -58,7 +58,7 @@ class LinearMethod(nn.Module):
 
     @abstractmethod
     def __init__(self, weight: QuantizedWeight, request: LinearRequest) -> None:
-        """Prepares the layer: repacks `weight` once. `weight` may be freed afterwards."""
+        """Prepares the layer on the device where `weight` is: repacks it once. `weight` may be freed afterwards."""
         super().__init__()
 
     @abstractmethod

@@ -8,7 +8,8 @@ this file knows how bits lie in a file or in a kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,13 +170,18 @@ class QuantizedWeight:
                     expect(f"range of the codes ({low}..{high})", True, code.low <= low and high <= code.high)
             floats |= {"scales": self.scales, "zeros": self.zeros}
         for name, tensor in floats.items():
-            if tensor is not None and not bool(torch.isfinite(tensor).all()):
-                bad = int((~torch.isfinite(tensor)).sum())
+            if tensor is not None and not bool((finite := torch.isfinite(tensor.float())).all()):
+                bad = int((~finite).sum())
                 raise CheckpointError(
                     f"{layer.name}: {name} holds {bad} value(s) that are NaN or infinite",
                     expected="finite numbers",
                     hint="the file is damaged or was written by a failed quantisation; export the model again",
                 )
+
+    def to(self, device: str) -> QuantizedWeight:
+        """The same weight with all its tensors on a device."""
+        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "spec"}
+        return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (out_features, in_features) that the codes stand for, computed in fp32, then rounded to `dtype`."""
