@@ -9,7 +9,7 @@ TEXT ?=
 plugins := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 projects := core/pyproject.toml $(plugins:%=%/pyproject.toml)
 torch := $(shell grep '^torch==' constraints.txt)
-tools := pytest-xdist ruff mypy gguf accelerate
+tools := pytest-xdist pytest-timeout ruff mypy gguf accelerate
 sources := $(wildcard core/src $(plugins:%=%/src) examples/*/src)
 empty :=
 mypy := MYPYPATH=$(subst $(empty) ,:,$(sources)) $(VENV)/bin/mypy
@@ -24,7 +24,7 @@ demo: $(DEMO)/model/config.json ## Install octavo with AWQ as a user would, fetc
 	$(DEMO)/venv/bin/python examples/demo/run.py $(DEMO)/model
 
 test: $(VENV)/.installed ## Run all tests; ARGS="-m 'not slow'" leaves out those that need minutes
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 900 $(ARGS)
 
 lint: $(VENV)/.installed ## Check style and types
 	$(VENV)/bin/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -202,6 +203,29 @@ def test_settings_come_from_four_places(tmp_path: Path) -> None:
         EngineConfig.load({}, file, {})
 
 
+def test_errors_of_several_settings_name_all_origins(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("max-num-seqs: 64\nseed: 3\n")
+    environ = {"OCTAVO_MAX_NUM_BATCHED_TOKENS": "32"}
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load({"model": "m"}, file, environ)
+    assert str(caught.value).splitlines()[1:] == [
+        f"  max_num_seqs comes from file {file}",
+        "  max_num_batched_tokens comes from environment variable OCTAVO_MAX_NUM_BATCHED_TOKENS",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load({"model": "m", "dtype": "'seed'", "no_such": 1}, file, {})
+    assert str(caught.value).splitlines()[1:] == ["  dtype comes from argument", "  no_such comes from argument"]
+
+
+def test_unknown_variables_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"OCTAVO_BLOKSIZE": "8", "OCTAVO_DEMO_MODEL": "x", "OCTAVO_CPU_ISA": "y", "OTHER": "z"}
+    assert EngineConfig.load({"model": "m"}, environ=environ).block_size == 16
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "OCTAVO_BLOKSIZE" in warning
+    assert "OCTAVO_BLOCK_SIZE" in warning
+
+
 @pytest.mark.parametrize(
     ("text", "number"), [("8k", 8000), ("8K", 8192), ("1M", 1 << 20), ("4GiB", 4 << 30), ("2.5k", 2500), ("17", 17)]
 )
@@ -228,15 +252,28 @@ BAD_PROMPTS = {
     "huge id": ({"prompt_token_ids": [2**63]}, "outside"),
     "wrong dict": ({"text": "x"}, "prompt_token_ids"),
     "not text, not ids": ([1.5], "token ids"),
+    "nothing": (None, "token ids"),
+    "a number": (5, "token ids"),
+    "bytes": (b"ab", "token ids"),
+    "a list of nothing": ([None], "token ids"),
+    "ids that are text": ({"prompt_token_ids": ["a"]}, "token ids"),
+    "one text as ids": ({"prompt_token_ids": "abc"}, "token ids"),
+    "no ids": ({"prompt_token_ids": None}, "token ids"),
+    "ids that are fractions": ({"prompt_token_ids": [1.5, 2]}, "token ids"),
+    "text that is a number": ({"prompt": 5}, "token ids"),
+    "text that is nothing": ({"prompt": None}, "prompt_token_ids"),
+    "half a surrogate pair": ("\ud83c", "cannot be tokenized"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_PROMPTS)
 def test_bad_prompts(llm: LLM, name: str) -> None:
     prompt, words = BAD_PROMPTS[name]
-    with pytest.raises(RequestError, match=words):
-        llm.generate([GOOD, prompt], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert not llm.engine.has_unfinished
+    for prompts in ([GOOD, prompt], prompt):
+        with pytest.raises(RequestError, match=words) as caught:
+            llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+        assert caught.value.param == "prompt"
+        assert not llm.engine.has_unfinished
     assert llm.generate(GOOD, SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
 
 
@@ -285,6 +322,14 @@ def test_parameters_that_this_model_cannot_serve(llm: LLM, params: dict[str, obj
     assert not llm.engine.has_unfinished
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 2}, 5, "greedy", [{}], [None], [SamplingParams(), 1]])
+def test_sampling_parameters_that_are_none(llm: LLM, params: object) -> None:
+    with pytest.raises(RequestError, match="SamplingParams") as caught:
+        llm.generate([GOOD] * len(params) if isinstance(params, list) else GOOD, params, use_tqdm=False)
+    assert caught.value.param == "sampling_params"
+    assert not llm.engine.has_unfinished
+
+
 def test_lists_of_different_length(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 prompts but 1"):
         llm.generate([GOOD, GOOD], [SamplingParams()])
@@ -314,17 +359,40 @@ def test_chat_without_template(tmp_path: Path) -> None:
         ["inspect", "MODEL", "--max-num-seqs", "0"],
         ["generate", "MODEL", "--prompt", "x", "--temperature", "-1"],
         ["generate", "MODEL", "--file", "/no/such/file"],
+        ["generate", "MODEL", "--file", "LATIN1"],
+        ["generate", "MODEL", "--prompt", "\udcff"],
+        ["generate", "MODEL", "--prompt", "x", "--config", "LATIN1"],
+        ["inspect", "x" * 5000],
+        ["generate", "x/" * 2500, "--prompt", "x"],
         ["check-plugin", "nothing"],
         ["plugins", "--disable-plugins", "nothing"],
     ],
 )
 def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    folder = str(tiny_model(tmp_path))
-    assert main([folder if a == "MODEL" else a for a in arguments]) == 2
+    places = {"MODEL": str(tiny_model(tmp_path)), "LATIN1": str(tmp_path / "latin1")}
+    (tmp_path / "latin1").write_bytes(b"seed: 1 # caf\xe9\n")
+    assert main([places.get(a, a) for a in arguments]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("octavo: ")
     assert "Traceback" not in shown.err
     assert len(shown.err.splitlines()) < 24
+
+
+def test_stdin_that_is_not_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    assert main(["generate", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("octavo: stdin: cannot read prompts: ")
+
+
+def test_bugs_are_told_apart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.front.commands.plugins", lambda *_, **__: {}["lost"])
+    assert main(["plugins"]) == 1
+    shown = capsys.readouterr().err
+    assert shown == "octavo: internal error: KeyError: 'lost'; run with --debug for the traceback\n"
+    with pytest.raises(KeyError):
+        main(["plugins", "--debug"])
 
 
 def test_unknown_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from octavo import EngineConfig, SamplingParams, WeightSpec
+from octavo import EngineConfig, SamplingParams, Step, StepOutput, WeightSpec
 from octavo.cli import build_parser, main
 from octavo.testing import tiny_model
 from octavo_awq.config import AWQConfig
@@ -60,6 +61,39 @@ def test_generate_json_from_stdin(
     assert all(line["finish_reason"] == "length" and len(line["token_ids"]) == 3 for line in lines)
 
 
+def test_generate_json_with_prompt_logprobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", str(folder), "--json", "--prompt", "abc", "--max-tokens", "1", "--prompt-logprobs", "0"]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)["prompt_logprobs"]
+    assert [None if at is None else list(at) for at in found] == [None, ["98"], ["99"]]
+    assert all(entry["logprob"] < 0 for at in found[1:] for entry in at.values())
+
+
+@pytest.mark.parametrize("extra", [[], ["--n", "2", "--temperature", "1"]])
+def test_generate_reports_failures(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, extra: list[str]
+) -> None:
+    from octavo.engine.in_process import InProcessExecutor
+
+    execute = InProcessExecutor.execute
+
+    def failing(self: InProcessExecutor, step: Step) -> StepOutput:
+        if any(request.token_ids[:3] == list(b"bad") for request in step.requests):
+            raise RuntimeError("out of luck")
+        return execute(self, step)
+
+    monkeypatch.setattr(InProcessExecutor, "execute", failing)
+    prompts = [part for text in ("good", "bad", "fine") for part in ("--prompt", text)]
+    assert main(["generate", str(folder), *prompts, "--max-tokens", "3", "--ignore-eos", *extra]) == 1
+    shown = capsys.readouterr()
+    assert [line for line in shown.err.splitlines() if line.startswith("octavo: ")] == [
+        "octavo: prompt 1 failed: RuntimeError: out of luck"
+    ]
+    outputs = 2 if extra else 1
+    assert f"{2 * 3 * outputs} tokens in" in shown.err
+    assert shown.out.count("=== fine") == outputs, "what follows a failed prompt is shown"
+
+
 def test_generate_chat_from_a_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.txt").write_text("hello\n")
     assert main(["generate", str(folder), "--chat", "--file", str(tmp_path / "prompts.txt"), "--max-tokens", "2"]) == 0
@@ -77,15 +111,30 @@ def test_inspect_table(folder: Path, capsys: pytest.CaptureFixture[str], monkeyp
         "reference",
         "computes with plain weights",
         "KV memory",
+        "KV as auto",
+        "MiB in file",
+        "weights in memory: about",
         "total",
     ):
         assert part in out
+
+
+def test_inspect_shows_names_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    folder = tiny_model(tmp_path / "model[red] [v1]")
+    assert main(["inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert str(folder) in out
+    assert "…" not in out
 
 
 def test_inspect_json_covers_every_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(folder), "--json", "--kv-cache-memory-bytes", "1M"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["format"] == "awq"
+    assert report["attention"] == {"kernel": "reference", "refusals": []}
     assert report["total_bytes"] == report["other_bytes"] + sum(r["num_bytes"] for r in report["linears"])
     header = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
     assert report["total_bytes"] == (folder / "model.safetensors").stat().st_size - header
@@ -139,6 +188,19 @@ def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
             assert f"--{name.replace('_', '-')}" in text, name
     for field in EngineConfig.model_fields.values():
         assert field.description
+
+
+def test_help_shows_what_the_command_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    shown = dict(re.findall(r" --(\S+) [A-Z]+ (?:(?! --).)*?Default: (\S+)\.(?= )", text))
+    found: list[SamplingParams] = []
+    monkeypatch.setattr("octavo.front.commands.generate", lambda _, __, params, **___: found.append(params) or 0)
+    assert main(["generate", "m", "--prompt", "x"]) == 0
+    for name in ("temperature", "max_tokens", "top_p", "min_tokens"):
+        assert shown[name.replace("_", "-")] == str(getattr(found[0], name))
 
 
 def test_help_needs_no_torch() -> None:

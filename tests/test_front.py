@@ -132,6 +132,16 @@ def test_a_request_of_several_outputs_fails_as_a_whole(llm: LLM) -> None:
     assert is_idle(llm)
 
 
+@pytest.mark.parametrize(
+    "messages", [None, 5, "hi", {"role": "user"}, [None], [["x"]], [{"role": "user", "content": "\ud83c"}]]
+)
+def test_messages_that_are_none(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat(messages, GREEDY)
+    assert caught.value.param == "messages"
+    assert is_idle(llm)
+
+
 # --- lifetime and settings
 
 
@@ -292,3 +302,24 @@ def test_text_that_is_none(tmp_path: Path, bad: Any) -> None:
     with pytest.raises(RequestError) as caught:
         tokenizer.bad_word_ids(["\ud83c"])
     assert caught.value.param == "bad_words"
+
+
+def test_priorities_are_one_integer_a_prompt(tmp_path: Path) -> None:
+    llm = LLM(str(tiny_model(tmp_path)), registry=registry(), num_blocks_override=32, scheduling_policy="priority")
+    for priority in (5, [1], [1, "x"], [None, 2]):
+        with pytest.raises(RequestError, match="priority"):
+            llm.generate(["a", "b"], GREEDY, priority=priority)
+        assert not llm.engine.has_unfinished
+    assert len(llm.generate(["a", "b"], GREEDY, priority=[1, 0])) == 2
+
+
+def test_all_logprobs_where_the_engine_allows_them(tmp_path: Path) -> None:
+    llm = LLM(str(tiny_model(tmp_path)), registry=registry(), num_blocks_override=32, max_logprobs=-1)
+    (output,) = llm.generate("a", SamplingParams(temperature=0, max_tokens=1, logprobs=-1))
+    assert output.outputs[0].logprobs is not None
+    assert len(output.outputs[0].logprobs[0]) == 288
+
+
+def test_a_path_of_any_length_is_no_folder() -> None:
+    with pytest.raises(ConfigError, match="no such model folder"):
+        LLM("x" * 5000)

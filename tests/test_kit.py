@@ -48,15 +48,15 @@ from octavo.testing import (
 # --- the suites, on what core ships
 
 
-class TestDense(LinearMethodSuite):
+class TestV10Dense(LinearMethodSuite):
     method = DenseMethod
 
 
-class TestReference(LinearMethodSuite):
+class TestV10Reference(LinearMethodSuite):
     method = ReferenceMethod
 
 
-class TestDequantized(LinearMethodSuite):
+class TestV10Dequantized(LinearMethodSuite):
     method = DequantizedMethod
 
 
@@ -106,7 +106,7 @@ def test_bases_are_not_collected():
     for base in (LinearMethodSuite, AttentionBackendSuite, KVFormatSuite, QuantConfigSuite):
         assert not base.__test__
         assert not type("Abstract", (base,), {}).__test__
-    assert TestDense.__test__
+    assert TestV10Dense.__test__
 
 
 def test_a_missing_pytest_names_the_extra(monkeypatch):

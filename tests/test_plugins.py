@@ -377,7 +377,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_plugin_is_told_and_left_out(site: Site, case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_v44_a_broken_plugin_is_told_and_left_out(site: Site, case: str, caplog: pytest.LogCaptureFixture) -> None:
     content, reason = BROKEN[case]
     site.install("broken", content, version="0.7")
     site.install("another")
@@ -407,13 +407,13 @@ def test_a_missing_attribute_is_told(site: Site) -> None:
     assert "has no attribute 'nothing'" in site.discover().failures[0].reason
 
 
-def test_strict_makes_failures_fatal(site: Site) -> None:
+def test_v44_strict_makes_failures_fatal(site: Site) -> None:
     site.install("broken", "import toy_nowhere")
     with pytest.raises(PluginError, match=r"(?s)strict.*broken \(dist-broken 1.0\).*toy_nowhere.*Traceback"):
         site.discover(strict=True)
 
 
-def test_a_failed_plugin_is_fatal_where_it_is_required(site: Site) -> None:
+def test_v44_a_failed_plugin_is_fatal_where_it_is_required(site: Site) -> None:
     site.install("broken", "import toy_nowhere")
     with pytest.raises(PluginError, match=r"broken \(dist-broken 1.0\) is failed: ModuleNotFoundError"):
         site.discover(required=["broken"])
@@ -429,7 +429,7 @@ def test_a_missing_kernel_quotes_the_plugins_that_failed(site: Site) -> None:
 # --- required, disabled
 
 
-def test_a_required_plugin_that_is_not_there_lists_what_is(site: Site) -> None:
+def test_v45_a_required_plugin_that_is_not_there_lists_what_is(site: Site) -> None:
     site.install("good", version="1.2")
     with pytest.raises(
         PluginError, match=r"no plugin 'god' is installed; found: core \(octavo .*good \(dist-good 1.2\)"
@@ -462,7 +462,7 @@ def test_a_required_plugin_may_not_be_disabled(site: Site) -> None:
 # --- names and metadata
 
 
-def test_stale_metadata_is_hidden_by_the_first_on_the_path(
+def test_v45_stale_metadata_is_hidden_by_the_first_on_the_path(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer = tmp_path / "newer"

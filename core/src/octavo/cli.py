@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         if isinstance(error, OSError) and error.filename is not None:
-            print(f"octavo: {reprlib.repr(error.filename)}: {error.strerror}", file=sys.stderr)
+            print(f"octavo: {str(error.filename)[:500]}: {error.strerror}", file=sys.stderr)
             return 2
         what = f"{type(error).__name__}: {error}"
         print(f"octavo: internal error: {what}; run with --debug for the traceback", file=sys.stderr)

@@ -160,9 +160,7 @@ class EngineConfig(BaseModel):
                 origin[known[variable]] = f"environment variable {variable}"
             else:
                 (nearest,) = get_close_matches(variable, known, n=1, cutoff=0)
-                logger.warning(
-                    "environment variable %s is ignored: no such setting; the nearest is %s", variable, nearest
-                )
+                logger.warning("%s is ignored: there is no such setting; the nearest is %s", variable, nearest)
         for name, value in values.items():
             merged[name], origin[name] = value, "argument"
         try:
@@ -170,9 +168,8 @@ class EngineConfig(BaseModel):
         except ConfigError as error:
             cause = error.__context__
             assert isinstance(cause, ValidationError)
-            blamed: set[Any] = set()
-            for item in cause.errors():  # an error of several fields has no place, but says their names
-                blamed.update(item["loc"][:1] or re.findall(r"\w+", item["msg"]))
+            # An error of several fields has no place, but says their names.
+            blamed = {name for item in cause.errors() for name in item["loc"][:1] or re.findall(r"\w+", item["msg"])}
             places = [f"  {name} comes from {place}" for name, place in origin.items() if name in blamed]
             raise ConfigError("\n".join([str(error), *places])) from None
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from octavo.attention.backend import AttentionBackend, AttentionRequest
+from octavo.attention.backend import AttentionBackend, AttentionLayer, AttentionRequest
 from octavo.attention.kv_format import DecodingBackend, KVFormat
 from octavo.errors import ConfigError, NoKernelError, ask
+from octavo.platforms import Platform
 
 _DECODING_COSTS = 10
 """Ranks that a backend loses where it must read decoded copies: a native one of the next lower kind is preferred."""
@@ -28,6 +29,14 @@ class AttentionSelection:
 
     def __str__(self) -> str:
         return f"{self.method.name}{' over decoded blocks' if self.decodes else ''}"
+
+
+def attention_request(layers: Sequence[AttentionLayer], kv_format: KVFormat, platform: Platform) -> AttentionRequest:
+    """What a model over a KV format asks of a backend that reads its blocks as they are."""
+    geometry = kv_format.geometry
+    return AttentionRequest(
+        layers, geometry.dtype, geometry.block_size, kv_format.storage, platform, kv_format.has_scales
+    )
 
 
 def select_attention(

@@ -146,9 +146,10 @@ class Engine:
                 bad = next(v for v in values if not 0 <= v < vocab)
                 raise RequestError(f"{name}: token id {bad} is outside the vocabulary (0 to {vocab - 1})", param=name)
         for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if asked is not None and (asked == -1 or asked > self.config.max_logprobs):
+            most = self.config.max_logprobs
+            if asked is not None and most != -1 and (asked == -1 or asked > most):
                 raise RequestError(
-                    f"{name} = {asked} exceeds max_logprobs ({self.config.max_logprobs}); ask for less or raise that",
+                    f"{name} = {asked} exceeds max_logprobs ({most}); ask for less or raise that",
                     param=name,
                 )
         if params.n > self.config.max_num_sequences_per_request:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer, AttentionRequest
+from octavo.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer
 from octavo.attention.kv_format import AttentionStep, PagedKV
-from octavo.attention.selection import select_attention
+from octavo.attention.selection import attention_request, select_attention
 from octavo.config import EngineConfig
 from octavo.engine.executor import ModelInfo
 from octavo.engine.kv_plan import choose_kv_format, kv_geometry, plan_kv
@@ -53,9 +53,7 @@ class Runner:
         )
         self.kv_plan = plan_kv(config, decoder, kv_format, registry.platform, weight_bytes=0)
         layers = attention_layers(decoder)
-        request = AttentionRequest(
-            layers, plan.dtype, config.block_size, kv_format.storage, registry.platform, kv_format.has_scales
-        )
+        request = attention_request(layers, kv_format, registry.platform)
         attention = select_attention(request, registry.attention_backends, config.attention_backend)
         backend = attention.build(kv_format)
         kv = PagedKV(kv_format, layers, self.kv_plan.num_blocks, registry.platform.device)

@@ -6,16 +6,19 @@ import json
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from octavo.attention.selection import AttentionSelection, attention_request, select_attention
 from octavo.config import EngineConfig
 from octavo.engine.kv_plan import KVPlan, choose_kv_format, kv_geometry, plan_kv
 from octavo.engine.sampling_params import SamplingParams
 from octavo.front.llm import LLM, registry_for
 from octavo.front.output_processor import TextDelta
 from octavo.model.checkpoint import open_checkpoint
+from octavo.model.decoder import attention_layers
 from octavo.model.plan import LinearReport, ModelPlan, plan_model
 from octavo.platforms import Platform
 from octavo.plugins import discover
@@ -31,7 +34,7 @@ def generate(config: EngineConfig, prompts: list[str], params: SamplingParams, *
             {"prompt": p, "prompt_token_ids": llm.tokenizer.chat(m)} for p, m in zip(prompts, messages, strict=True)
         ]
     start = time.monotonic()
-    printer = _Printer(as_json, several=len(prompts) * params.n > 1, order=len(prompts))
+    printer = _Printer(as_json, several=len(prompts) * params.n > 1)
     for delta in llm.stream(inputs, params):
         printer.show(delta)
     elapsed = time.monotonic() - start
@@ -42,7 +45,7 @@ def generate(config: EngineConfig, prompts: list[str], params: SamplingParams, *
 class _Printer:
     """Writes deltas in the order of prompts and sequences: the first unfinished one streams, later ones wait."""
 
-    def __init__(self, as_json: bool, several: bool, order: int) -> None:
+    def __init__(self, as_json: bool, several: bool) -> None:
         self.as_json, self.several = as_json, several
         self.tokens, self.first_token_s = 0, []  # type: int, list[float]
         self.failed: set[int] = set()
@@ -65,10 +68,10 @@ class _Printer:
                 print(f"octavo: prompt {request} failed: {completion.stop_reason}", file=sys.stderr)
         if self.as_json:
             if delta.finished:
-                wanted = (
-                    {} if output.prompt_logprobs is None else {"prompt_logprobs": asdict(output)["prompt_logprobs"]}
-                )
-                print(json.dumps({"prompt": output.prompt, **asdict(completion), **wanted}), flush=True)
+                record = {"prompt": output.prompt, **asdict(completion)}
+                if output.prompt_logprobs is not None:
+                    record["prompt_logprobs"] = asdict(output)["prompt_logprobs"]
+                print(json.dumps(record), flush=True)
             return
         key = (request, delta.sequence_index)
         self._sizes[request] = len(output.outputs)
@@ -118,22 +121,25 @@ def inspect(config: EngineConfig, *, as_json: bool, every_layer: bool) -> int:
     geometry = kv_geometry(plan.config, config.block_size, plan.dtype)
     kv_format = choose_kv_format(config.kv_cache_dtype, registry.kv_formats, geometry)
     kv_plan = plan_kv(config, plan.config, kv_format, registry.platform, plan.resident_bytes)
+    request = attention_request(attention_layers(plan.config), kv_format, registry.platform)
+    attention = select_attention(request, registry.attention_backends, config.attention_backend)
     if as_json:
-        print(json.dumps(_plan_json(config, plan, kv_plan), indent=1))
+        print(json.dumps(_plan_json(plan, kv_plan, attention), indent=1))
     else:
-        _print_plan(config, plan, kv_plan, every_layer)
+        _print_plan(plan, kv_plan, attention, every_layer)
     return 0
 
 
-def _plan_json(config: EngineConfig, plan: ModelPlan, kv_plan: KVPlan) -> dict[str, Any]:
+def _plan_json(plan: ModelPlan, kv_plan: KVPlan, attention: AttentionSelection) -> dict[str, Any]:
     return {
-        "model": config.model,
+        "model": plan.settings.model,
         "format": plan.quant.name if plan.quant else None,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "linears": [asdict(report) for report in plan.linears],
         "other_bytes": plan.other_bytes,
         "total_bytes": plan.stored_bytes,
         "resident_bytes": plan.resident_bytes,
+        "attention": {"kernel": str(attention), "refusals": attention.refusals},
         "kv": {
             **asdict(kv_plan),
             "bytes_per_token": kv_plan.bytes_per_token,
@@ -143,30 +149,34 @@ def _plan_json(config: EngineConfig, plan: ModelPlan, kv_plan: KVPlan) -> dict[s
     }
 
 
-def _print_plan(config: EngineConfig, plan: ModelPlan, kv_plan: KVPlan, every_layer: bool) -> None:
+def _print_plan(plan: ModelPlan, kv_plan: KVPlan, attention: AttentionSelection, every_layer: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     decoder = plan.config
-    console = Console(markup=False)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     scheme = f"{plan.quant.name} checkpoint" if plan.quant else "unquantised checkpoint"
     console.print(
-        f"{config.model}: {scheme}, {decoder.num_layers} layers, hidden {decoder.hidden_size}, {decoder.heads} heads / "
+        f"{plan.settings.model}: {scheme}, {decoder.num_layers} layers, hidden {decoder.hidden_size}, {decoder.heads} heads / "
         f"{decoder.kv_heads} kv heads of {decoder.head_dim}, vocabulary {decoder.vocab_size}; computes in "
-        f"{str(plan.dtype).removeprefix('torch.')}",
-        highlight=False,
+        f"{str(plan.dtype).removeprefix('torch.')}"
     )
-    table = Table("layer", "scheme", "kernel", "MiB in file", "why not a better one", box=None, pad_edge=False)
+    columns = (Column("layer", overflow="fold"), "scheme", "kernel", "MiB in file", "why not a better one")
+    table = Table(*columns, box=None, pad_edge=False)
     for label, reports in _rows(plan.linears, every_layer):
         first = reports[0]
-        reasons = "; ".join([*([first.note] if first.note else []), *(f"{k}: {why}" for k, why in first.refusals)])
         size = sum(r.num_bytes for r in reports) / 2**20
-        table.add_row(label, first.spec, first.kernel, f"{size:.2f}", reasons or "-")
+        table.add_row(label, first.spec, first.kernel, f"{size:.2f}", _reasons(first.refusals, first.note))
+    table.add_row("attention", f"KV as {kv_plan.format}", str(attention), "-", _reasons(attention.refusals))
     table.add_row("embedding, norms", "float", "-", f"{plan.other_bytes / 2**20:.2f}", "-")
     table.add_row("total", "", "", f"{plan.stored_bytes / 2**20:.2f}", "")
     console.print(table)
-    console.print(f"weights in memory: about {plan.resident_bytes / 2**20:,.2f} MiB", highlight=False)
-    console.print(str(kv_plan), highlight=False)
+    console.print(f"weights in memory: about {plan.resident_bytes / 2**20:,.2f} MiB")
+    console.print(str(kv_plan))
+
+
+def _reasons(refusals: Sequence[tuple[str, str]], note: str = "") -> str:
+    return "; ".join([*([note] if note else []), *(f"{name}: {why}" for name, why in refusals)]) or "-"
 
 
 def _rows(linears: list[LinearReport], every_layer: bool) -> list[tuple[str, list[LinearReport]]]:

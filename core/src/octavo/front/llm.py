@@ -110,7 +110,7 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, through the model's chat template."""
-        several = bool(messages) and not isinstance(messages[0], Mapping)
+        several = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         prompts = [{"prompt_token_ids": self.tokenizer.chat(c, **template_options)} for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -132,8 +132,8 @@ class LLM:
             raise RequestError("expected SamplingParams, or a list of one for each prompt", param="sampling_params")
         if len(each) != len(listed):
             raise RequestError(f"{len(listed)} prompts but {len(each)} sampling_params", param="sampling_params")
-        if priority is not None and len(priority) != len(listed):
-            raise RequestError(f"{len(listed)} prompts but {len(priority)} priorities", param="priority")
+        if priority is not None and (not isinstance(priority, Sequence) or len(priority) != len(listed)):
+            raise RequestError(f"priority must be a list of {len(listed)} integers, one a prompt", param="priority")
         order: list[str] = []
         try:
             for i, (prompt, one) in enumerate(zip(listed, each, strict=True)):
@@ -200,9 +200,8 @@ def _token_ids(prompt: Any) -> list[int]:
             raise TypeError
         return [index(token) for token in prompt]  # numbers of other libraries too
     except TypeError:
-        raise RequestError(
-            f"a prompt is text or a list of token ids, got {reprlib.repr(prompt)}", param="prompt"
-        ) from None
+        found = reprlib.repr(prompt)
+        raise RequestError(f"a prompt is text or a list of token ids, got {found}", param="prompt") from None
 
 
 def registry_for(config: EngineConfig) -> Registry:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import zipfile
 from abc import ABC, abstractmethod
@@ -268,9 +269,9 @@ def open_checkpoint(model: str, readers: Sequence[type[CheckpointReader]]) -> Ch
     Nothing is ever fetched: `model` is a path.
     """
     path = Path(model).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, it takes any text for an answer
         raise ConfigError(
-            f"no such model folder: {model} (looked in {path.absolute().parent}). octavo reads local folders only; "
+            f"no such model folder: {model[:500]} (looked in {path.absolute().parent}). octavo reads local folders only; "
             "a model from a hub must be downloaded first"
         )
     reader = next((r for r in readers if r.claims(path)), None)

@@ -180,8 +180,11 @@ class QuantizedWeight:
 
     def to(self, device: str) -> QuantizedWeight:
         """The same weight with all its tensors on a device."""
-        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "spec"}
-        return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), Tensor):
+                moved[field.name] = value.to(device)
+        return replace(self, **moved)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (out_features, in_features) that the codes stand for, computed in fp32, then rounded to `dtype`."""
