@@ -11,19 +11,18 @@ import torch
 from octavo import (
     LLM,
     EngineConfig,
-    Executor,
     KVGeometry,
     ModelInfo,
     Platform,
     Registry,
     SamplingParams,
     Step,
-    StepOutput,
     discover,
 )
 from octavo.attention.backend import AttentionRequest
 from octavo.attention.kv_format import AttentionStep, PagedKV, PlainKV
 from octavo.attention.reference import ReferenceAttention
+from octavo.engine.in_process import InProcessExecutor
 from octavo.engine.request import Request
 from octavo.engine.runner import Runner
 from octavo.testing import ScriptedModel, hostile, tiny_tokenizer
@@ -60,7 +59,7 @@ def scripted_llm(
     tiny_tokenizer(folder, words)
     model = ScriptedModel(scripts, VOCAB_SIZE)
 
-    class ScriptedExecutor(Executor):
+    class ScriptedExecutor(InProcessExecutor):
         name = "scripted"
 
         def __init__(self, config: EngineConfig, registry: Registry) -> None:
@@ -71,20 +70,6 @@ def scripted_llm(
             request = AttentionRequest(layers, torch.float32, config.block_size, torch.float32, registry.platform)
             info = ModelInfo(VOCAB_SIZE, config.max_model_len or 512, frozenset([model.end_token_id]))
             self.runner = Runner.with_model(model, layers, kv, ReferenceAttention(request), info, registry)
-
-        @property
-        def num_blocks(self) -> int:
-            return self.runner.kv.num_blocks
-
-        @property
-        def model_info(self) -> ModelInfo:
-            return self.runner.info
-
-        def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-            self.runner.kv.copy_blocks(pairs)
-
-        def execute(self, step: Step) -> StepOutput:
-            return self.runner.execute(step)
 
     installed = replace(registry(), executors={"scripted": ScriptedExecutor})
     llm = LLM(str(folder), registry=installed, distributed_executor_backend="scripted", **settings)

@@ -109,7 +109,7 @@ def test_inspect_table(folder: Path, capsys: pytest.CaptureFixture[str], monkeyp
         "model.layers.1.self_attn.o_proj",
         "uint4 g32 asym",
         "reference",
-        "computes with plain weights",
+        "only for plain weights",
         "KV memory",
         "KV as auto",
         "MiB in file",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -130,6 +131,14 @@ def inspect(config: EngineConfig, *, as_json: bool, every_layer: bool) -> int:
     return 0
 
 
+def _console() -> Any:
+    """Standard output for tables: as wide as the terminal, or wide enough for any table where there is none."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    return Console(markup=False, highlight=False, soft_wrap=True, width=width)
+
+
 def _plan_json(plan: ModelPlan, kv_plan: KVPlan, attention: AttentionSelection) -> dict[str, Any]:
     return {
         "model": plan.settings.model,
@@ -150,11 +159,10 @@ def _plan_json(plan: ModelPlan, kv_plan: KVPlan, attention: AttentionSelection) 
 
 
 def _print_plan(plan: ModelPlan, kv_plan: KVPlan, attention: AttentionSelection, every_layer: bool) -> None:
-    from rich.console import Console
     from rich.table import Column, Table
 
     decoder = plan.config
-    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console = _console()
     scheme = f"{plan.quant.name} checkpoint" if plan.quant else "unquantised checkpoint"
     console.print(
         f"{plan.settings.model}: {scheme}, {decoder.num_layers} layers, hidden {decoder.hidden_size}, {decoder.heads} heads / "
@@ -209,7 +217,6 @@ def plugins(config: EngineConfig, *, verbose: bool, as_json: bool) -> int:
     if as_json:
         print(json.dumps([asdict(p) for p in registry.plugins], indent=1))
     else:
-        from rich.console import Console
         from rich.table import Table
 
         table = Table("plugin", "distribution", "version", "state", "hooks", box=None, pad_edge=False)
@@ -217,7 +224,7 @@ def plugins(config: EngineConfig, *, verbose: bool, as_json: bool) -> int:
             state = f"failed: {plugin.reason}" if plugin.state == "failed" else plugin.state
             hooks = ", ".join(hook.removeprefix("octavo_") for hook in plugin.hooks)
             table.add_row(plugin.name, plugin.distribution, plugin.version, state, hooks or "-")
-        Console(markup=False).print(table)
+        _console().print(table)
         if verbose:
             for plugin in registry.failures:
                 print(f"\n{plugin}:\n{plugin.trace}")

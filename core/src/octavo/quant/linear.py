@@ -81,7 +81,7 @@ class DenseMethod(LinearMethod):
     @classmethod
     def why_not(cls, request: LinearRequest) -> str | None:
         if not request.spec.is_float or request.spec.activation is not None:
-            return f"computes with plain weights and inputs only, these are {request.spec}"
+            return "only for plain weights and inputs"
         return None
 
     weight: Tensor
