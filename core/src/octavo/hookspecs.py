@@ -5,6 +5,8 @@ whose functions marked with `@octavo.hookimpl` carry these names. Each hook is c
 returns classes; core ranks and chooses. Import heavy modules inside the functions: every command loads every plugin.
 """
 
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,19 +40,16 @@ API_VERSION = (1, 0)
 @hookspec
 def octavo_checkpoint_readers() -> Sequence[type[CheckpointReader]]:
     """Containers of tensors besides safetensors and .bin. The first reader that claims a path opens it."""
-    raise NotImplementedError
 
 
 @hookspec
 def octavo_architectures() -> Mapping[str, Callable[[dict[str, Any]], DecoderConfig]]:
     """From a name in config.json's `architectures` to a function that turns config.json into a DecoderConfig."""
-    raise NotImplementedError
 
 
 @hookspec
 def octavo_quant_configs() -> Sequence[type[QuantConfig]]:
     """Checkpoint formats. A name has one owner; a clash is an error that names both distributions."""
-    raise NotImplementedError
 
 
 # --- computing
@@ -59,7 +58,6 @@ def octavo_quant_configs() -> Sequence[type[QuantConfig]]:
 @hookspec
 def octavo_linear_methods(platform: Platform) -> Sequence[type[LinearMethod]]:
     """Kernels for linear layers. Core asks each `why_not` for each layer and takes the willing one of the highest rank."""
-    raise NotImplementedError
 
 
 @hookspec(firstresult=True)
@@ -70,25 +68,21 @@ def octavo_select_linear(request: LinearRequest, candidates: Sequence[type[Linea
 @hookspec
 def octavo_attention_backends(platform: Platform) -> Sequence[type[AttentionBackend]]:
     """Attention kernels, chosen like linear ones but once for a model."""
-    raise NotImplementedError
 
 
 @hookspec
 def octavo_kv_formats(platform: Platform) -> Sequence[type[KVFormat]]:
     """Ways to store K and V, chosen by `--kv-cache-dtype`. A name has one owner."""
-    raise NotImplementedError
 
 
 @hookspec
 def octavo_fused_ops(platform: Platform) -> Sequence[type[FusedOps]]:
     """Elementwise kernels (normalisation, rotary embedding, gating), one set for a model."""
-    raise NotImplementedError
 
 
 @hookspec
 def octavo_step_graphs(platform: Platform) -> Sequence[type[StepGraph]]:
     """Ways to capture and replay a whole forward."""
-    raise NotImplementedError
 
 
 # --- placing and making
@@ -97,10 +91,8 @@ def octavo_step_graphs(platform: Platform) -> Sequence[type[StepGraph]]:
 @hookspec
 def octavo_executors() -> Sequence[type[Executor]]:
     """Ways to place workers, chosen by `--distributed-executor-backend`. A name has one owner."""
-    raise NotImplementedError
 
 
 @hookspec
 def octavo_quantizers() -> Sequence[type[Quantizer]]:
     """Algorithms that turn float weights into quantised ones. A name has one owner."""
-    raise NotImplementedError
