@@ -201,6 +201,32 @@ def test_v02_nothing_uninitialised_after_a_failed_load(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_v02_scales_that_are_no_numbers(tmp_path: Path, value: float) -> None:
+    name = "model.layers.1.mlp.down_proj.scales"
+    scales = load_file(awq_model(tmp_path) / "model.safetensors")[name]
+    scales[0, 3] = value
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj: scales holds 1 value") as caught:
+        load(edit(tmp_path, add={name: scales}))
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_v02_scaled_activation_is_applied(tmp_path: Path) -> None:
+    """AWQ may move a factor from the activation into down_proj: `act(x) / scales` restores it."""
+    folder = awq_model(tmp_path / "q")
+    plain = tokens(load(folder))
+    factors = {f"model.layers.{i}.mlp.act_fn.scales": torch.linspace(0.5, 3, 128) for i in (0, 1)}
+    scaled = tokens(load(edit(folder, add=factors)))
+    assert scaled != plain
+    reference = dequantised(edit(folder, remove=tuple(factors)), tmp_path / "f")
+    down = {
+        name: tensor / torch.linspace(0.5, 3, 128)
+        for name, tensor in load_file(reference / "model.safetensors").items()
+        if name.endswith("down_proj.weight")
+    }
+    assert tokens(load(edit(reference, add=down))) == scaled
+
+
 # --- V03: the label disagrees with the content
 
 
