@@ -212,3 +212,36 @@ def test_help_needs_no_torch() -> None:
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_inspect_plans_the_tied_head_as_loading_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from octavo import LLM
+
+    tied = tiny_model(tmp_path, tie=True)
+    assert main(["inspect", str(tied), "--json"]) == 0
+    planned = [(r["layer"], r["kernel"], r["note"]) for r in json.loads(capsys.readouterr().out)["linears"]]
+    loaded = [(r.layer, r.kernel, r.note) for r in LLM(str(tied), num_blocks_override=8).engine.model_info.linears]
+    assert planned == loaded
+    assert planned[-1] == ("lm_head", "dense", "the embedding")
+    for command in (["inspect"], ["generate", "--prompt", "x"]):
+        assert main([command[0], str(tied), *command[1:], "--linear-kernels", "lm_head=nonsense"]) == 2
+
+
+def test_planned_memory_follows_the_kernel(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from octavo import LLM
+
+    planned = []
+    for kernels in ("", "*=dequantized?"):
+        assert main(["inspect", str(folder), "--json", "--linear-kernels", kernels]) == 0
+        report = json.loads(capsys.readouterr().out)
+        llm = LLM(str(folder), num_blocks_override=8, linear_kernels=kernels)
+        resident = sum(r.num_bytes for r in llm.engine.model_info.linears)
+        plain = report["other_bytes"]  # fp32 in the file and in memory
+        assert report["resident_bytes"] - plain == pytest.approx(resident, rel=0.2)
+        planned.append(report["resident_bytes"])
+    assert planned[1] > 1.5 * planned[0]
+
+
+def test_two_models_are_refused(folder: Path) -> None:
+    assert main(["inspect", str(folder), "--model", str(folder)]) == 0
+    assert main(["inspect", str(folder), "--model", "/other"]) == 2

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import registry, scripted_llm
 from transformers import AutoTokenizer
 
@@ -167,7 +168,7 @@ def test_names_of_vllm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert [r.getMessage() for r in caplog.records if "enforce_eager" in r.getMessage()] == [
         "ignored, for they mean nothing here: trust_remote_code, enforce_eager, disable_log_stats"
     ]
-    assert llm.get_tokenizer() is llm.tokenizer
+    assert llm.get_tokenizer() is llm.tokenizer.hf_tokenizer
     with pytest.raises(ConfigError, match="trust_remote_code"):
         LLM(folder, trust_remote_code=True, **settings)
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization.*kv_cache_memory_utilization"):
@@ -323,3 +324,51 @@ def test_all_logprobs_where_the_engine_allows_them(tmp_path: Path) -> None:
 def test_a_path_of_any_length_is_no_folder() -> None:
     with pytest.raises(ConfigError, match="no such model folder"):
         LLM("x" * 5000)
+
+
+# --- what scripts written for vLLM do
+
+
+def test_a_path_and_a_torch_type_are_settings_too(tmp_path: Path) -> None:
+    llm = LLM(tiny_model(tmp_path), dtype=torch.bfloat16, registry=registry(), num_blocks_override=8)
+    assert llm.engine.executor.runner.kv.layers[0].key.dtype is torch.bfloat16
+
+
+def test_get_tokenizer_is_the_hugging_face_one(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer("hi")["input_ids"] == list(b"hi")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
+    assert llm.tokenizer.encode(text) == llm.tokenizer.chat([{"role": "user", "content": "x"}])
+
+
+def test_chat_options_take_effect_and_unknown_ones_are_refused(tmp_path: Path) -> None:
+    llm = LLM(tiny_model(tmp_path), registry=registry(), num_blocks_override=32)
+    messages = [{"role": "user", "content": "hi"}]
+    one = SamplingParams(temperature=0, max_tokens=1)
+    lengths = [
+        len(llm.chat(messages, one, **options)[0].prompt_token_ids)
+        for options in ({}, {"add_generation_prompt": False}, {"chat_template_kwargs": {"anything": 1}})
+    ]
+    assert lengths[1] < lengths[0] == lengths[2]
+    with pytest.raises(TypeError, match="foo"):
+        llm.chat(messages, one, foo=1)
+
+
+def test_content_in_text_parts(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    plain = llm.tokenizer.chat([{"role": "user", "content": "Hi there"}])
+    assert llm.tokenizer.chat([{"role": "user", "content": parts}]) == plain
+    with pytest.raises(RequestError, match="image_url"):
+        llm.tokenizer.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+
+
+def test_nothing_is_generated_after_shutdown(llm: LLM) -> None:
+    with llm:
+        pass
+    with pytest.raises(ConfigError, match="shut down"):
+        llm.generate(ids(1), GREEDY)
+
+
+def test_priority_needs_its_policy(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="scheduling-policy"):
+        llm.generate(ids(1), GREEDY, priority=[1])

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from octavo import __version__
 from octavo.config import EngineConfig
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import ConfigError, OctavoError, RequestError
 
 _SAMPLING_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
 """Where the command differs from `SamplingParams`, which are vLLM's: reproducible, and more than a glimpse."""
@@ -104,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     check = command("check-plugin", _check_plugin, "Prove a plugin against the reference with the conformance kit.")
     check.add_argument("plugin", help="Name of the plugin, as `octavo plugins` lists it.")
     check.add_argument("-v", "--verbose", action="store_true", help="Show each test.")
+    _add_settings(check, EngineConfig, only=frozenset(["device"]))
     return parser
 
 
@@ -167,8 +168,8 @@ def _choices(annotation: Any) -> list[str]:
 def _engine_config(options: dict[str, Any]) -> EngineConfig:
     values = {name: options[name] for name in EngineConfig.model_fields if name in options}
     path = options.get("model_path")
-    if path is not None:
-        values["model"] = path
+    if path is not None and values.setdefault("model", path) != path:
+        raise ConfigError(f"two models are named: {path}, and --model {values['model']}")
     return EngineConfig.load(values, options.get("config"))
 
 
@@ -228,7 +229,8 @@ def _plugins(options: dict[str, Any]) -> int:
 def _check_plugin(options: dict[str, Any]) -> int:
     from octavo.front.commands import check_plugin
 
-    return check_plugin(options["plugin"], verbose=options["verbose"])
+    config = EngineConfig.load({"model": "-", **{n: options[n] for n in ("device",) if n in options}})
+    return check_plugin(config, options["plugin"], verbose=options["verbose"])
 
 
 if __name__ == "__main__":

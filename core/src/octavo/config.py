@@ -54,6 +54,7 @@ def _names(value: Any) -> Any:
     return tuple(item for item in value.split(",") if item) if isinstance(value, str) else value
 
 
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, os.PathLike) else value)]
 HumanInt = Annotated[int, BeforeValidator(_human_int)]
 Pairs = Annotated[dict[str, str], BeforeValidator(_pairs)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
@@ -64,14 +65,17 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    model: str = Field(description="Folder of the model, in Hugging Face layout.")
-    tokenizer: str | None = Field(None, description="Folder of the tokenizer, if it is not the model's.")
+    model: Text = Field(description="Folder of the model, in Hugging Face layout.")
+    tokenizer: Text | None = Field(None, description="Folder of the tokenizer, if it is not the model's.")
     quantization: str | None = Field(
         None,
         description="Format that the checkpoint must have. It is read from the checkpoint; this only guards against a mix-up.",
         json_schema_extra={"short": "-q"},
     )
-    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = Field(
+    dtype: Annotated[
+        Literal["auto", "float32", "float", "bfloat16", "float16", "half"],
+        BeforeValidator(lambda value: str(value).removeprefix("torch.")),  # torch.bfloat16 says the same
+    ] = Field(
         "auto",
         description="Type to compute in. auto: the checkpoint's on a GPU; float32 on a CPU, which computes it fastest.",
     )
@@ -159,8 +163,8 @@ class EngineConfig(BaseModel):
                 merged[known[variable]] = environ[variable]
                 origin[known[variable]] = f"environment variable {variable}"
             else:
-                (nearest,) = get_close_matches(variable, known, n=1, cutoff=0)
-                logger.warning("%s is ignored: there is no such setting; the nearest is %s", variable, nearest)
+                nearest = "".join(f"; did you mean {v}?" for v in get_close_matches(variable, known, n=1))
+                logger.warning("%s is ignored: there is no such setting%s", variable, nearest)
         for name, value in values.items():
             merged[name], origin[name] = value, "argument"
         try:

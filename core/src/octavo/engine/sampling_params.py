@@ -32,7 +32,7 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
-    n: int = Field(1, ge=1, description="Outputs for each prompt.")
+    n: int = Field(1, ge=1, description="Outputs for each prompt.", json_schema_extra={"short": "-n"})
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="0 (or below 1e-5) is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens that sum to this probability.")
     top_k: int = Field(0, ge=-1, description="Keep this many likeliest tokens; 0 or -1: all.")
@@ -80,6 +80,9 @@ class SamplingParams(BaseModel):
         if any(not -1e30 < bias < 1e30 for bias in self.logit_bias.values()):
             raise ValueError("logit_bias must hold finite numbers")
         return self
+
+    def clone(self) -> Self:
+        return self.model_copy(deep=True)
 
     @property
     def greedy(self) -> bool:

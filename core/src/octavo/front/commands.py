@@ -16,6 +16,7 @@ from octavo.attention.selection import AttentionSelection, attention_request, se
 from octavo.config import EngineConfig
 from octavo.engine.kv_plan import KVPlan, choose_kv_format, kv_geometry, plan_kv
 from octavo.engine.sampling_params import SamplingParams
+from octavo.errors import PluginError
 from octavo.front.llm import LLM, registry_for
 from octavo.front.output_processor import TextDelta
 from octavo.model.checkpoint import open_checkpoint
@@ -69,7 +70,7 @@ class _Printer:
                 print(f"octavo: prompt {request} failed: {completion.stop_reason}", file=sys.stderr)
         if self.as_json:
             if delta.finished:
-                record = {"prompt": output.prompt, **asdict(completion)}
+                record = {"request": request, "prompt": output.prompt, **asdict(completion)}
                 if output.prompt_logprobs is not None:
                     record["prompt_logprobs"] = asdict(output)["prompt_logprobs"]
                 print(json.dumps(record), flush=True)
@@ -233,9 +234,11 @@ def plugins(config: EngineConfig, *, verbose: bool, as_json: bool) -> int:
     return 1 if registry.failures else 0
 
 
-def check_plugin(name: str, *, verbose: bool) -> int:
+def check_plugin(config: EngineConfig, name: str, *, verbose: bool) -> int:
     """Runs the conformance kit on all that a plugin contributes."""
-    from octavo.testing import run_suites, suites_for
-
-    registry = discover(Platform.detect(), required=[name])
+    try:
+        from octavo.testing import run_suites, suites_for
+    except ImportError as error:
+        raise PluginError(str(error)) from None
+    registry = discover(Platform.detect(config.device), required=[name])
     return run_suites(suites_for(registry, name), verbose=verbose)

@@ -54,6 +54,7 @@ class LLM:
         self.engine = Engine(self.config, self.registry)
         self._processor = OutputProcessor(self.engine, self.tokenizer)
         self._ids = count()
+        self._closed = False
         self._mail: dict[str, deque[TextDelta]] = {}  # by request: what its caller has not taken yet
 
     def __enter__(self) -> Self:
@@ -64,10 +65,12 @@ class LLM:
 
     def shutdown(self) -> None:
         """Frees the workers and their memory; nothing can be generated afterwards."""
+        self._closed = True
         self.engine.shutdown()
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.tokenizer
+    def get_tokenizer(self) -> Any:
+        """The model's Hugging Face tokenizer."""
+        return self.tokenizer.hf_tokenizer
 
     def generate(
         self,
@@ -107,12 +110,24 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        **template_options: Any,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of several, through the model's chat template."""
+        """Answers one conversation, or each of several, through the model's chat template.
+
+        `chat_template_kwargs` are further values that the template may ask for.
+        """
+        options = {
+            **(chat_template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
         several = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        prompts = [{"prompt_token_ids": self.tokenizer.chat(c, **template_options)} for c in conversations]
+        prompts = [{"prompt_token_ids": self.tokenizer.chat(c, **options)} for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stats(self) -> EngineStats:
@@ -125,6 +140,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
     ) -> list[str]:
+        if self._closed:
+            raise ConfigError("this LLM has been shut down")
+        if priority is not None and self.config.scheduling_policy != "priority":
+            raise RequestError("priority needs --scheduling-policy priority", param="priority")
         listed = _as_list(prompts)
         params = SamplingParams() if sampling_params is None else sampling_params
         each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * len(listed)

@@ -18,7 +18,7 @@ class Tokenizer:
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder).expanduser()
-        self._tokenizer = _load(self._path)
+        self.hf_tokenizer = _load(self._path)
 
     def encode(self, text: str) -> list[int]:
         """A prompt's ids, with the special tokens (BOS) that the tokenizer adds to raw text."""
@@ -30,14 +30,14 @@ class Tokenizer:
 
     def _encode(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except Exception as error:  # text that is none, such as half a surrogate pair
             raise RequestError(f"{param}: cannot be tokenized as text: {error}", param=param) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids, spaces as they are."""
         return str(
-            self._tokenizer.decode(
+            self.hf_tokenizer.decode(
                 list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
@@ -45,12 +45,12 @@ class Tokenizer:
     @property
     def end_token_ids(self) -> frozenset[int]:
         """The end token, if the tokenizer has one."""
-        end = self._tokenizer.eos_token_id
+        end = self.hf_tokenizer.eos_token_id
         return frozenset() if end is None else frozenset([end])
 
     def special_id(self, text: str) -> int | None:
         """The id of a special token written as text, such as "<|im_end|>"; None for other text."""
-        ids: Mapping[str, int] = self._tokenizer.get_added_vocab()
+        ids: Mapping[str, int] = self.hf_tokenizer.get_added_vocab()
         return ids.get(text)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -58,16 +58,18 @@ class Tokenizer:
 
         Raises RequestError where the model has no template, or with the template's own words where it refuses.
         """
-        if self._tokenizer.chat_template is None:
+        if self.hf_tokenizer.chat_template is None:
             raise RequestError(
                 f"the model has no chat template ({self._path} has neither chat_template.jinja nor one in "
                 "tokenizer_config.json); send a plain prompt instead",
                 param="messages",
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, **{"add_generation_prompt": True, **options}
+            text = self.hf_tokenizer.apply_chat_template(
+                [_plain(m) for m in messages], **{"add_generation_prompt": True, **options, "tokenize": False}
             )
+        except RequestError:
+            raise
         except Exception as error:  # templates raise what they like
             raise RequestError(f"the chat template refuses the messages: {error}", param="messages") from None
         return self.encode_plain(text, "messages")
@@ -81,6 +83,16 @@ class Tokenizer:
                 if ids and ids not in found:
                     found.append(ids)
         return found
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content, if it comes in text parts, is one text."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return dict(message)
+    if other := [part for part in parts if not isinstance(part, Mapping) or part.get("type") != "text"]:
+        raise RequestError(f"messages may hold parts of type 'text' only, got {other[0]!r}", param="messages")
+    return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
 
 
 def _load(path: Path) -> Any:

@@ -225,6 +225,12 @@ class ModelPlan:
             else:
                 for layer, spec in specs.items():
                     self._report(LinearGroup(layer.name, (layer,)), spec, "not fused: members are stored differently")
+        if self.head is None:  # its bytes are the embedding's
+            layer = LinearLayer("lm_head", self.config.hidden_size, self.config.vocab_size)
+            choice = self.select(self.request(layer.name, FLOAT, [layer], False))
+            self.linears.append(
+                LinearReport(layer.name, str(FLOAT), choice.method.name, 0, choice.refusals, "the embedding")
+            )
         listed = {layer.name for group in self.groups for layer in group.layers}
         others = [info for name, info in self.checkpoint.tensors.items() if name.rpartition(".")[0] not in listed]
         self.other_bytes = sum(info.num_bytes for info in others)
@@ -249,14 +255,11 @@ class ModelPlan:
 
     def _report(self, group: LinearGroup, spec: WeightSpec, note: str = "") -> None:
         stored: list[dict[str, TensorInfo]] = [self.checkpoint.stored(layer.name) for layer in group.layers]
-        choice = self.select(self.request(group.label, spec, group.layers, any("bias" in infos for infos in stored)))
+        request = self.request(group.label, spec, group.layers, any("bias" in infos for infos in stored))
+        choice = self.select(request)
+        self.resident_bytes += choice.method.planned_bytes(request)
         num_bytes = sum(info.num_bytes for infos in stored for info in infos.values())
         self.linears.append(LinearReport(group.label, str(spec), choice.method.name, num_bytes, choice.refusals, note))
-        for layer in group.layers:
-            shape = layer.out_features, layer.in_features
-            groups = math.prod(1 if g == -1 else -(-n // g) for n, g in zip(shape, spec.group_shape, strict=True))
-            scales = 0 if spec.is_float else groups * (1 + spec.has_zeros) * 2
-            self.resident_bytes += math.prod(shape) * (self.dtype.itemsize if spec.is_float else 1) + scales
 
 
 def plan_model(settings: EngineConfig, registry: Registry, checkpoint: Checkpoint) -> ModelPlan:

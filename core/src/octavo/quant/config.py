@@ -141,6 +141,8 @@ class QuantConfig(BaseModel):
     def spec_for(self, layer: LinearLayer, stored: Mapping[str, TensorInfo]) -> WeightSpec | None:
         """What the layer's numbers mean, from the headers of its tensors by suffix; None where it is stored unquantised.
 
+        Tensors of the format that are there only in part are an error, not None.
+
         Verifies shapes and types against layer and settings; raises CheckpointError that names the tensor. `act_order` may
         be declared here and dropped by `canonicalise` once the values show that it is trivial.
         """

@@ -126,7 +126,7 @@ def _refuse_unknown(
         f"no installed plugin reads quantization format '{method}'",
         file=source.where,
         found=f"installed formats: {_installed(formats)}",
-        hint="; ".join(notes) or f"install its plugin, for example: pip install ./plugins/{method}",
+        hint="; ".join(notes) or "install the plugin that brings it; `octavo plugins` lists what is here",
     )
 
 

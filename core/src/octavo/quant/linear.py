@@ -7,6 +7,7 @@ A kernel answers a `LinearRequest` with None ("I can") or a sentence ("I can't, 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,13 @@ class LinearMethod(nn.Module):
         Probes that the operations it needs really exist in this build, so that a refusal never comes later.
         """
 
+    @classmethod
+    def planned_bytes(cls, request: LinearRequest) -> int:
+        """Bytes of memory that a prepared layer will take, for plans: here a byte for each code, 2 for each scale and zero."""
+        spec, shape = request.spec, (request.out_features, request.in_features)
+        groups = math.prod(1 if g == -1 else -(-n // g) for n, g in zip(shape, spec.group_shape, strict=True))
+        return math.prod(shape) + groups * (1 + spec.has_zeros) * 2
+
     @abstractmethod
     def __init__(self, weight: QuantizedWeight, request: LinearRequest) -> None:
         """Prepares the layer on the device where `weight` is: repacks it once. `weight` may be freed afterwards."""
@@ -83,6 +91,10 @@ class DenseMethod(LinearMethod):
         if not request.spec.is_float or request.spec.activation is not None:
             return "only for plain weights and inputs"
         return None
+
+    @classmethod
+    def planned_bytes(cls, request: LinearRequest) -> int:
+        return request.out_features * request.in_features * request.dtype.itemsize
 
     weight: Tensor
     bias: Tensor | None

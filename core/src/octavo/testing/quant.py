@@ -120,16 +120,17 @@ class QuantConfigSuite(Suite):
                 assert spec is None, f"a layer that holds only a {dtype} 'weight' is taken for {spec}"
 
     def test_a_missing_tensor_is_named(self) -> None:
-        wrong = []
+        wrong, tried = [], 0
         for number, golden in enumerate(self._goldens()):
             for suffix in golden.tensors:
                 if suffix == "bias" or len(golden.tensors) == 1:
                     continue
+                tried += 1
                 fewer = {name: tensor for name, tensor in golden.tensors.items() if name != suffix}
                 reason = self._why_not_refused(golden, fewer, naming=(suffix,))
                 if reason is not None and not self._reads_the_same(golden, fewer):
                     wrong.append(f"golden {number} without {suffix}: {reason}")
-        expect_none_wrong(wrong, len(self._goldens()))
+        expect_none_wrong(wrong, tried)
 
     def test_wrong_shapes_are_refused(self) -> None:
         wrong, tried = [], 0
