@@ -69,7 +69,7 @@ def scripted_llm(
             kv = PagedKV(PlainKV(geometry), layers, config.num_blocks_override or 64, "cpu")
             request = AttentionRequest(layers, torch.float32, config.block_size, torch.float32, registry.platform)
             info = ModelInfo(VOCAB_SIZE, config.max_model_len or 512, frozenset([model.end_token_id]))
-            self.runner = Runner.with_model(model, layers, kv, ReferenceAttention(request), info, registry)
+            self.runner = Runner.with_model(model, kv, ReferenceAttention(request), info, registry)
 
     installed = replace(registry(), executors={"scripted": ScriptedExecutor})
     llm = LLM(str(folder), registry=installed, distributed_executor_backend="scripted", **settings)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer
+from octavo.attention.backend import AttentionBackend, AttentionBatch
 from octavo.attention.kv_format import AttentionStep, PagedKV
 from octavo.attention.selection import attention_request, select_attention
 from octavo.config import EngineConfig
@@ -82,7 +82,6 @@ class Runner:
     def with_model(
         cls,
         model: Model,
-        layers: list[AttentionLayer],
         kv: PagedKV,
         backend: AttentionBackend,
         info: ModelInfo,

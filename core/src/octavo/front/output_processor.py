@@ -113,9 +113,7 @@ class OutputProcessor:
         A request fails as a whole: where one of its sequences does, or where its tokens cannot be turned into text.
         """
         deltas: list[TextDelta] = []
-        silent = set(self._tracked)
         for update in self.engine.step():
-            silent.discard(update.request_id)
             if (tracked := self._tracked.get(update.request_id)) is None:
                 continue
             failure = update.stop_reason if update.finish_reason == "error" else None
@@ -129,10 +127,9 @@ class OutputProcessor:
                 deltas += self._end(tracked, "error", failure)
             elif all(s.completion.finished() for s in tracked.sequences):
                 self._end(tracked, "stop")
-        if silent:  # waiting, or aborted at the engine itself
-            known = {request.parent_id for request in self.engine.scheduler}
-            for request_id in silent - known:
-                deltas += self._end(self._tracked[request_id], "abort")
+        if not self.engine.has_unfinished:  # what is left was aborted at the engine itself
+            for tracked in list(self._tracked.values()):
+                deltas += self._end(tracked, "abort")
         return deltas
 
     def _end(self, tracked: _Tracked, reason: str, stop_reason: int | str | None = None) -> list[TextDelta]:
