@@ -135,7 +135,8 @@ def test_inspect_json_covers_every_byte(folder: Path, capsys: pytest.CaptureFixt
     report = json.loads(capsys.readouterr().out)
     assert report["format"] == "awq"
     assert report["attention"] == {"kernel": "reference", "refusals": []}
-    assert report["total_bytes"] == report["other_bytes"] + sum(r["num_bytes"] for r in report["linears"])
+    plain = report["other_bytes"] + report["embedding"]["num_bytes"]
+    assert report["total_bytes"] == plain + sum(r["num_bytes"] for r in report["linears"])
     header = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
     assert report["total_bytes"] == (folder / "model.safetensors").stat().st_size - header
     assert report["kv"]["num_blocks"] * report["kv"]["bytes_per_block"] <= 1 << 20
@@ -236,7 +237,7 @@ def test_planned_memory_follows_the_kernel(folder: Path, capsys: pytest.CaptureF
         report = json.loads(capsys.readouterr().out)
         llm = LLM(str(folder), num_blocks_override=8, linear_kernels=kernels)
         resident = sum(r.num_bytes for r in llm.engine.model_info.linears)
-        plain = report["other_bytes"]  # fp32 in the file and in memory
+        plain = report["other_bytes"] + report["embedding"]["num_bytes"]  # fp32 in the file and in memory
         assert report["resident_bytes"] - plain == pytest.approx(resident, rel=0.2)
         planned.append(report["resident_bytes"])
     assert planned[1] > 1.5 * planned[0]

@@ -15,6 +15,7 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.errors import CheckpointError, ConfigError
 from octavo.model.architectures import ARCHITECTURES, RopeConfig, declared_dtype, decoder_config
 from octavo.model.decoder import Decoder, DecoderLayer, SeparateLinears, attention_layers
+from octavo.model.embedding import Embedding
 from octavo.model.ops import TorchOps
 from octavo.model.rope import RotaryEmbedding
 from octavo.platforms import Platform
@@ -156,7 +157,7 @@ def build(state, config, separate=False):
             activation_scale=state.get(f"{mlp}act_fn.scales"),
         )
         layers.append(module)
-    embedding = state["model.embed_tokens.weight"]
+    embedding = Embedding(QuantizedWeight.from_float(state["model.embed_tokens.weight"]), torch.float32)
     head = linears(state, ["model.embed_tokens" if config.tie_word_embeddings else "lm_head"])
     rotary = RotaryEmbedding(config.rope, max(LENGTHS))
     return Decoder(config, embedding, layers, state["model.norm.weight"], head, TorchOps(), rotary)

@@ -80,7 +80,9 @@ if TYPE_CHECKING:
     from octavo.plugins import PluginInfo as PluginInfo
     from octavo.plugins import Registry as Registry
     from octavo.plugins import discover as discover
+    from octavo.quant.activation import quantize_inputs as quantize_inputs
     from octavo.quant.config import Golden as Golden
+    from octavo.quant.config import LayerFacts as LayerFacts
     from octavo.quant.config import QuantConfig as QuantConfig
     from octavo.quant.config import QuantSource as QuantSource
     from octavo.quant.config import TensorInfo as TensorInfo
@@ -123,7 +125,8 @@ _HOMES = {
     "octavo.model.plan": "LinearReport",
     "octavo.platforms": "Platform",
     "octavo.plugins": "PluginInfo Registry discover",
-    "octavo.quant.config": "Golden QuantConfig QuantSource TensorInfo",
+    "octavo.quant.activation": "quantize_inputs",
+    "octavo.quant.config": "Golden LayerFacts QuantConfig QuantSource TensorInfo",
     "octavo.quant.linear": "LinearMethod LinearRequest",
     "octavo.quant.quantizer": "Quantizer round_to_nearest",
     "octavo.quant.weight": "CODES ActivationSpec LinearLayer QuantizedWeight WeightSpec",

@@ -1,4 +1,4 @@
-"""The command line: `octavo generate | inspect | plugins | check-plugin`.
+"""The command line: `octavo generate | inspect | doctor | convert | plugins | check-plugin`.
 
 Parsing imports neither torch nor transformers, so `octavo --help` answers at once; each command imports what it needs.
 Errors meant for people are printed without a traceback and end with their exit code.
@@ -12,13 +12,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from octavo import __version__
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, HumanInt, describe
 from octavo.errors import ConfigError, OctavoError, RequestError
 
 _SAMPLING_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
@@ -96,6 +96,23 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="Print JSON.")
     inspect.add_argument("--all", action="store_true", help="Show every layer, not one line for layers alike.")
 
+    doctor = command(
+        "doctor",
+        _doctor,
+        "Say whether a model would load and fit, what would run, and what looks wrong with it. Reads settings, headers and "
+        "at most 32 MiB more. Exit code: 0 if it would load and fit, 1 if not (or if it is not there), 2 for bad settings.",
+    )
+    _add_engine_settings(doctor)
+    doctor.add_argument("--json", action="store_true", help="Print one JSON object: verdict, findings, plan.")
+    doctor.add_argument("--strict", action="store_true", help="Exit with 1 for warnings too.")
+
+    convert = command("convert", _convert, "Write a quantised model in another format, without changing a number.")
+    convert.add_argument("source", metavar="SRC", help="Folder or file of the model.")
+    convert.add_argument("destination", metavar="DST", help="Folder to write: a new one, or an empty one.")
+    convert.add_argument("--to", required=True, metavar="FORMAT", help="awq, gptq or what else the plugins write.")
+    convert.add_argument("--max-shard-size", default="5g", metavar="SIZE", help="Bytes of a file. Default: 5g.")
+    _add_settings(convert, EngineConfig, only=frozenset(["ignore_tensors", "disable_plugins", "disable_progress"]))
+
     plugins = command("plugins", _plugins, "List installed plugins, what they fill, and why any failed.")
     plugins.add_argument("-v", "--verbose", action="store_true", help="Show tracebacks of failed plugins.")
     plugins.add_argument("--json", action="store_true", help="Print JSON.")
@@ -147,6 +164,8 @@ def _add_settings(
             options["choices"] = choices
         else:
             options["metavar"] = name.rpartition("_")[2].upper()
+        if bare := extra.get("bare"):
+            options |= {"nargs": "?", "const": bare}
         if name == "stop" or name == "bad_words":
             options["action"] = "append"
         group.add_argument(*flags, **options)
@@ -216,6 +235,25 @@ def _inspect(options: dict[str, Any]) -> int:
     from octavo.front.commands import inspect
 
     return inspect(_engine_config(options), as_json=options["json"], every_layer=options["all"])
+
+
+def _doctor(options: dict[str, Any]) -> int:
+    from octavo.front.doctor import doctor
+
+    return doctor(_engine_config(options), as_json=options["json"], strict=options["strict"])
+
+
+def _convert(options: dict[str, Any]) -> int:
+    from octavo.front.convert import convert
+
+    names = ("ignore_tensors", "disable_plugins", "disable_progress")
+    given = {n: options[n] for n in names if n in options}
+    config = EngineConfig.load({"model": options["source"], "device": "cpu", **given})
+    try:
+        size = TypeAdapter(Annotated[HumanInt, Field(ge=1)]).validate_python(options["max_shard_size"])
+    except ValidationError as error:
+        raise ConfigError(f"--max-shard-size: {describe(error, 'size')}") from None
+    return convert(config, options["destination"], options["to"], size)
 
 
 def _plugins(options: dict[str, Any]) -> int:

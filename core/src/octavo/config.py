@@ -49,6 +49,16 @@ def _pairs(value: Any) -> Any:
     return value
 
 
+def _schemes(value: Any) -> Any:
+    """Reads "awq,lm_head=int8" as {"": "awq", "lm_head": "int8"}; true alone means the scheme that --quantization names."""
+    if isinstance(value, bool) or value in ("", "true", "True", "1"):
+        return {"": ""} if value else {}
+    if isinstance(value, str):
+        items = [item.strip() for item in value.split(",") if item.strip()]
+        return {pattern: scheme for pattern, _, scheme in (item.rpartition("=") for item in items)}
+    return value
+
+
 def _names(value: Any) -> Any:
     """Reads "a,b" as ("a", "b")."""
     return tuple(item for item in value.split(",") if item) if isinstance(value, str) else value
@@ -57,6 +67,7 @@ def _names(value: Any) -> Any:
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, os.PathLike) else value)]
 HumanInt = Annotated[int, BeforeValidator(_human_int)]
 Pairs = Annotated[dict[str, str], BeforeValidator(_pairs)]
+Schemes = Annotated[dict[str, str], BeforeValidator(_schemes)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
@@ -69,8 +80,16 @@ class EngineConfig(BaseModel):
     tokenizer: Text | None = Field(None, description="Folder of the tokenizer, if it is not the model's.")
     quantization: str | None = Field(
         None,
-        description="Format that the checkpoint must have. It is read from the checkpoint; this only guards against a mix-up.",
+        description="Format that the checkpoint must have. It is read from the checkpoint; this only guards against a mix-up, "
+        "or says what --quantize-weights makes.",
         json_schema_extra={"short": "-q"},
+    )
+    quantize_weights: Schemes = Field(
+        {},
+        description="Quantise float weights while they load, rounding to nearest: SCHEME for the decoder's linears, or "
+        "PATTERN=SCHEME[,...], which may name lm_head and embed_tokens too; alone: as --quantization says. Schemes: int8, "
+        "int4, fp8, float, or a format (awq, gptq, w8a8). Default: none.",
+        json_schema_extra={"bare": "true"},
     )
     dtype: Annotated[
         Literal["auto", "float32", "float", "bfloat16", "float16", "half"],
@@ -122,6 +141,7 @@ class EngineConfig(BaseModel):
     )
     disable_plugins: Names = Field((), description="Plugins not to load, by name.")
     strict_plugins: bool = Field(False, description="Refuse to start if any plugin fails to load.")
+    self_test: bool = Field(True, description="Compare each kind of kernel with the reference at start.")
     disable_progress: bool = Field(False, description="Show no progress bars.")
 
     def __init__(self, **values: Any) -> None:
@@ -137,7 +157,17 @@ class EngineConfig(BaseModel):
                 f"max_num_seqs ({self.max_num_seqs}) exceeds max_num_batched_tokens ({self.max_num_batched_tokens}): "
                 "each running sequence needs one token a step; lower the first or raise the second"
             )
+        if "" in self.quantize_weights.values() and self.quantization is None:
+            raise ValueError(
+                "quantize_weights names no scheme and quantization none either: say --quantize-weights int8, or "
+                "--quantization with a format"
+            )
         return self
+
+    @property
+    def online_schemes(self) -> dict[str, str]:
+        """`quantize_weights` with the format of `quantization` where it names no scheme."""
+        return {pattern: scheme or str(self.quantization) for pattern, scheme in self.quantize_weights.items()}
 
     @classmethod
     def load(

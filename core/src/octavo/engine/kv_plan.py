@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.model.architectures import DecoderConfig
 from octavo.platforms import Platform, available_memory_bytes, total_memory_bytes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,25 @@ def kv_geometry(decoder: DecoderConfig, block_size: int, dtype: torch.dtype) -> 
     return KVGeometry(decoder.num_layers, decoder.kv_heads, decoder.head_dim, block_size, dtype)
 
 
-def choose_kv_format(name: str, formats: Mapping[str, type[KVFormat]], geometry: KVGeometry) -> KVFormat:
-    """The KV format of a name; raises ConfigError that lists the installed ones."""
+def choose_kv_format(
+    name: str, formats: Mapping[str, type[KVFormat]], geometry: KVGeometry, stored: str | None = None
+) -> KVFormat:
+    """The KV format of a name; raises ConfigError that lists the installed ones.
+
+    "auto" follows what the checkpoint was calibrated for (`stored`). Where nothing stores fp8, K and V stay as computed, which
+    is told: it takes more memory and loses nothing. What is not fp8 must be served as it is or decided by the user.
+    """
+    if name == "auto" and stored is not None:
+        if stored not in formats and not stored.startswith("fp8"):
+            raise ConfigError(
+                f"the checkpoint asks for a KV cache in {stored}, which no installed plugin stores; installed: "
+                f"{', '.join(sorted(formats))}. To keep K and V unquantised, say --kv-cache-dtype float32 or bfloat16"
+            )
+        if stored not in formats:
+            logger.warning(
+                "the checkpoint asks for a KV cache in %s, which no plugin stores: it stays unquantised", stored
+            )
+        name = stored if stored in formats else name
     if name not in formats:
         raise ConfigError(f"--kv-cache-dtype {name}: no such format; installed: {', '.join(sorted(formats))}")
     return formats[name](geometry)
@@ -83,7 +103,7 @@ def plan_kv(
     elif config.kv_cache_memory_bytes is not None:
         num_blocks, reason = config.kv_cache_memory_bytes // per_block, "--kv-cache-memory-bytes"
     else:
-        free = max(_free_bytes(platform) - weight_bytes, 0)
+        free = max(free_bytes(platform) - weight_bytes, 0)
         share = config.kv_cache_memory_utilization
         num_blocks = int(free * share) // per_block
         reason = f"{share:.0%} of {free / 2**30:.1f} GiB left"
@@ -102,7 +122,8 @@ def plan_kv(
     return KVPlan(kv_format.name, per_block, config.block_size, num_blocks, max_model_len, reason)
 
 
-def _free_bytes(platform: Platform) -> int:
+def free_bytes(platform: Platform) -> int:
+    """Bytes of memory that this process may still allocate on the device."""
     if platform.device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     return available_memory_bytes()

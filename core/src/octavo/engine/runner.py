@@ -48,9 +48,8 @@ class Runner:
         self.loaded = load_model(config, registry, checkpoint)
         plan = self.loaded.plan
         decoder = plan.config
-        kv_format = choose_kv_format(
-            config.kv_cache_dtype, registry.kv_formats, kv_geometry(decoder, config.block_size, plan.dtype)
-        )
+        geometry = kv_geometry(decoder, config.block_size, plan.dtype)
+        kv_format = choose_kv_format(config.kv_cache_dtype, registry.kv_formats, geometry, plan.kv_cache)
         self.kv_plan = plan_kv(config, decoder, kv_format, registry.platform, weight_bytes=0)
         layers = attention_layers(decoder)
         request = attention_request(layers, kv_format, registry.platform)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
-from octavo.attention.selection import AttentionSelection, attention_request, select_attention
+from octavo.attention.selection import attention_request, select_attention
 from octavo.config import EngineConfig
-from octavo.engine.kv_plan import KVPlan, choose_kv_format, kv_geometry, plan_kv
+from octavo.engine.kv_plan import choose_kv_format, kv_geometry, plan_kv
 from octavo.engine.sampling_params import SamplingParams
 from octavo.errors import PluginError
 from octavo.front.llm import LLM, registry_for
 from octavo.front.output_processor import TextDelta
+from octavo.front.plan_report import console, plan_json, print_plan
 from octavo.model.checkpoint import open_checkpoint
 from octavo.model.decoder import attention_layers
-from octavo.model.plan import LinearReport, ModelPlan, plan_model
+from octavo.model.plan import plan_model
 from octavo.platforms import Platform
 from octavo.plugins import discover
 
@@ -121,95 +118,15 @@ def inspect(config: EngineConfig, *, as_json: bool, every_layer: bool) -> int:
     checkpoint = open_checkpoint(config.model, registry.checkpoint_readers)
     plan = plan_model(config, registry, checkpoint)
     geometry = kv_geometry(plan.config, config.block_size, plan.dtype)
-    kv_format = choose_kv_format(config.kv_cache_dtype, registry.kv_formats, geometry)
+    kv_format = choose_kv_format(config.kv_cache_dtype, registry.kv_formats, geometry, plan.kv_cache)
     kv_plan = plan_kv(config, plan.config, kv_format, registry.platform, plan.resident_bytes)
     request = attention_request(attention_layers(plan.config), kv_format, registry.platform)
     attention = select_attention(request, registry.attention_backends, config.attention_backend)
     if as_json:
-        print(json.dumps(_plan_json(plan, kv_plan, attention), indent=1))
+        print(json.dumps(plan_json(plan, kv_plan, attention), indent=1))
     else:
-        _print_plan(plan, kv_plan, attention, every_layer)
+        print_plan(plan, kv_plan, attention, every_layer)
     return 0
-
-
-def _console() -> Any:
-    """Standard output for tables: as wide as the terminal, or wide enough for any table where there is none."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    return Console(markup=False, highlight=False, soft_wrap=True, width=width)
-
-
-def _plan_json(plan: ModelPlan, kv_plan: KVPlan, attention: AttentionSelection) -> dict[str, Any]:
-    return {
-        "model": plan.settings.model,
-        "format": plan.quant.name if plan.quant else None,
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "linears": [asdict(report) for report in plan.linears],
-        "other_bytes": plan.other_bytes,
-        "total_bytes": plan.stored_bytes,
-        "resident_bytes": plan.resident_bytes,
-        "attention": {"kernel": str(attention), "refusals": attention.refusals},
-        "kv": {
-            **asdict(kv_plan),
-            "bytes_per_token": kv_plan.bytes_per_token,
-            "capacity_tokens": kv_plan.capacity_tokens,
-            "longest_tokens": kv_plan.longest_tokens,
-        },
-    }
-
-
-def _print_plan(plan: ModelPlan, kv_plan: KVPlan, attention: AttentionSelection, every_layer: bool) -> None:
-    from rich.table import Column, Table
-
-    decoder = plan.config
-    console = _console()
-    scheme = f"{plan.quant.name} checkpoint" if plan.quant else "unquantised checkpoint"
-    console.print(
-        f"{plan.settings.model}: {scheme}, {decoder.num_layers} layers, hidden {decoder.hidden_size}, {decoder.heads} heads / "
-        f"{decoder.kv_heads} kv heads of {decoder.head_dim}, vocabulary {decoder.vocab_size}; computes in "
-        f"{str(plan.dtype).removeprefix('torch.')}"
-    )
-    columns = (Column("layer", overflow="fold"), "scheme", "kernel", "MiB in file", "why not a better one")
-    table = Table(*columns, box=None, pad_edge=False)
-    for label, reports in _rows(plan.linears, every_layer):
-        first = reports[0]
-        size = sum(r.num_bytes for r in reports) / 2**20
-        table.add_row(label, first.spec, first.kernel, f"{size:.2f}", _reasons(first.refusals, first.note))
-    table.add_row("attention", f"KV as {kv_plan.format}", str(attention), "-", _reasons(attention.refusals))
-    table.add_row("embedding, norms", "float", "-", f"{plan.other_bytes / 2**20:.2f}", "-")
-    table.add_row("total", "", "", f"{plan.stored_bytes / 2**20:.2f}", "")
-    console.print(table)
-    console.print(f"weights in memory: about {plan.resident_bytes / 2**20:,.2f} MiB")
-    console.print(str(kv_plan))
-
-
-def _reasons(refusals: Sequence[tuple[str, str]], note: str = "") -> str:
-    return "; ".join([*([note] if note else []), *(f"{name}: {why}" for name, why in refusals)]) or "-"
-
-
-def _rows(linears: list[LinearReport], every_layer: bool) -> list[tuple[str, list[LinearReport]]]:
-    """Table rows: layers that differ by their number only share one, unless every layer is wanted."""
-    if every_layer:
-        return [(r.layer, [r]) for r in linears]
-    grouped: dict[tuple[Any, ...], list[LinearReport]] = {}
-    for report in linears:
-        key = (re.sub(r"\.\d+\.", ".*.", report.layer), report.spec, report.kernel, report.refusals, report.note)
-        grouped.setdefault(key, []).append(report)
-    rows = []
-    for key, reports in grouped.items():
-        numbers = [int(m.group(1)) for r in reports if (m := re.search(r"\.(\d+)\.", r.layer))]
-        rows.append((key[0].replace("*", _ranges(numbers), 1) if numbers else key[0], reports))
-    return rows
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5"."""
-    parts = []
-    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
-        values = [value for _, value in run]
-        parts.append(str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}")
-    return ",".join(parts)
 
 
 def plugins(config: EngineConfig, *, verbose: bool, as_json: bool) -> int:
@@ -225,7 +142,7 @@ def plugins(config: EngineConfig, *, verbose: bool, as_json: bool) -> int:
             state = f"failed: {plugin.reason}" if plugin.state == "failed" else plugin.state
             hooks = ", ".join(hook.removeprefix("octavo_") for hook in plugin.hooks)
             table.add_row(plugin.name, plugin.distribution, plugin.version, state, hooks or "-")
-        _console().print(table)
+        console().print(table)
         if verbose:
             for plugin in registry.failures:
                 print(f"\n{plugin}:\n{plugin.trace}")

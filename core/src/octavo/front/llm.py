@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import reprlib
 import sys
 from collections import deque
@@ -10,12 +11,13 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import count
 from operator import index
+from pathlib import Path
 from typing import Any, Self
 
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine, EngineStats
 from octavo.engine.sampling_params import SamplingParams
-from octavo.errors import CheckpointError, ConfigError, RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.front.output_processor import OutputProcessor, TextDelta
 from octavo.front.outputs import RequestOutput
 from octavo.front.tokenizer import Tokenizer
@@ -46,11 +48,8 @@ class LLM:
                 logger.warning("ignored, for they mean nothing here: %s", ", ".join(ignored))
             self.config = EngineConfig.load({"model": model, **{k: v for k, v in settings.items() if k not in ignored}})
         self.registry = registry or registry_for(self.config)
-        try:  # before the weights: a bad one must not cost the minutes that those take
-            self.tokenizer = Tokenizer(self.config.tokenizer or self.config.model)
-        except CheckpointError:
-            open_checkpoint(self.config.model, self.registry.checkpoint_readers)  # says it if all of the folder is bad
-            raise
+        # before the weights: a bad one must not cost the minutes that those take
+        self.tokenizer = tokenizer_for(self.config, self.registry)
         self.engine = Engine(self.config, self.registry)
         self._processor = OutputProcessor(self.engine, self.tokenizer)
         self._ids = count()
@@ -226,6 +225,15 @@ def _token_ids(prompt: Any) -> list[int]:
 def registry_for(config: EngineConfig) -> Registry:
     """Discovers plugins as the settings say."""
     return discover(Platform.detect(config.device), disable=config.disable_plugins, strict=config.strict_plugins)
+
+
+def tokenizer_for(config: EngineConfig, registry: Registry) -> Tokenizer:
+    """The tokenizer of the folder that is set or of the model's; where files there are none, that of the weights' container."""
+    folder = Path(config.tokenizer or config.model).expanduser()
+    if config.tokenizer is not None or os.path.isfile(folder / "tokenizer.json"):
+        return Tokenizer(folder)
+    with closing(open_checkpoint(config.model, registry.checkpoint_readers)) as checkpoint:
+        return Tokenizer(folder, checkpoint.tokenizer())
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -14,11 +14,14 @@ from octavo.errors import CheckpointError, RequestError
 
 
 class Tokenizer:
-    """One model's tokenizer. Holds no state that a call changes, so threads may share it."""
+    """One model's tokenizer. Holds no state that a call changes, so threads may share it.
 
-    def __init__(self, folder: str | Path) -> None:
+    `hf_tokenizer` is a ready one that the container of the weights brought along; else the files of `folder` are read.
+    """
+
+    def __init__(self, folder: str | Path, hf_tokenizer: Any | None = None) -> None:
         self._path = Path(folder).expanduser()
-        self.hf_tokenizer = _load(self._path)
+        self.hf_tokenizer = hf_tokenizer or _load(self._path)
 
     def encode(self, text: str) -> list[int]:
         """A prompt's ids, with the special tokens (BOS) that the tokenizer adds to raw text."""

@@ -12,7 +12,7 @@ import os
 import re
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ _HARMLESS = re.compile(
 # Written by trainers beside the weights.
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "rng_state.pth")
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -85,6 +85,10 @@ class CheckpointReader(ABC):
 
     def config(self) -> dict[str, Any] | None:
         """What config.json would say, for containers that carry it themselves; None: read config.json."""
+        return None
+
+    def tokenizer(self) -> Any | None:
+        """The Hugging Face tokenizer, chat template included, of containers that carry it; None: read the files beside."""
         return None
 
 
@@ -173,7 +177,7 @@ class SafetensorsReader(_ShardedReader):
             for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a dict
                 header = handle.get_slice(name)  # type: ignore[no-untyped-call]
                 # a type that torch lacks matters only to whoever reads the tensor
-                dtype = _SAFETENSORS_DTYPES.get(header.get_dtype(), torch.bits8)
+                dtype = SAFETENSORS_DTYPES.get(header.get_dtype(), torch.bits8)
                 yield TensorInfo(name, dtype, tuple(header.get_shape()), str(file))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
@@ -236,6 +240,15 @@ class Checkpoint:
     def stored(self, module: str) -> dict[str, TensorInfo]:
         """Headers of the tensors of one module, by last name part."""
         return self._by_module.get(module, {})
+
+    @property
+    def modules(self) -> Collection[str]:
+        """Names of all modules that hold tensors."""
+        return self._by_module.keys()
+
+    def tokenizer(self) -> Any | None:
+        """The tokenizer that the container itself holds; None: it lies in files beside."""
+        return self._reader.tokenizer()
 
     def read(self, name: str) -> Tensor:
         """One tensor's data, in memory of its own; raises CheckpointError where it is missing or damaged."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.attention.backend import AttentionLayer
@@ -121,16 +120,15 @@ def _add_norm(
 class Decoder(nn.Module):
     """A whole model, from token ids to logits.
 
-    `embedding` (vocab_size, hidden_size); `final_norm` (hidden_size,); `head` maps hidden_size to vocab_size.
+    `embedding` maps ids to rows of hidden_size; `final_norm` (hidden_size,); `head` maps hidden_size to vocab_size.
     """
 
-    embedding: Tensor
     final_norm: Tensor
 
     def __init__(
         self,
         config: DecoderConfig,
-        embedding: Tensor,
+        embedding: nn.Module,
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
         head: nn.Module,
@@ -139,9 +137,8 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.ops = config, ops
-        self.rope, self.head = rope, head
+        self.embedding, self.rope, self.head = embedding, rope, head
         self.layers = nn.ModuleList(layers)
-        self.register_buffer("embedding", embedding)
         self.register_buffer("final_norm", final_norm)
 
     @property
@@ -155,7 +152,7 @@ class Decoder(nn.Module):
         Writes the tokens' K and V into the blocks of `step`.
         """
         cos, sin = self.rope(positions, step.batch)
-        update, residual = None, F.embedding(token_ids, self.embedding)
+        update, residual = None, self.embedding(token_ids)
         for layer in self.layers:
             update, residual = layer(update, residual, cos, sin, step)
         return _add_norm(self.ops, update, residual, self.final_norm, self.config.rms_norm_eps)[0]

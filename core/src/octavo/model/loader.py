@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,24 +21,48 @@ from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, OctavoError, PluginError, ask
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.decoder import Decoder, DecoderLayer, SeparateLinears
+from octavo.model.embedding import Embedding
 from octavo.model.ops import FusedOps
 from octavo.model.plan import LinearGroup, LinearReport, ModelPlan
 from octavo.model.rope import RotaryEmbedding
 from octavo.plugins import Registry
 from octavo.quant.detection import QUANT_SUFFIXES
-from octavo.quant.linear import resident_bytes
-from octavo.quant.weight import LinearLayer, QuantizedWeight
+from octavo.quant.kv_scales import (
+    KV_SCALE_FILE,
+    KV_SUFFIXES,
+    KVScales,
+    complete_kv_scales,
+    read_kv_scales,
+    scales_from_file,
+)
+from octavo.quant.linear import (
+    DenseMethod,
+    DequantizedMethod,
+    LinearMethod,
+    LinearRequest,
+    ReferenceMethod,
+    resident_bytes,
+)
+from octavo.quant.online import quantize_online
+from octavo.quant.self_test import self_test
+from octavo.quant.weight import CODES, FLOAT, LinearLayer, QuantizedWeight
 
 logger = logging.getLogger(__name__)
+
+_OWN_METHODS = (DenseMethod, ReferenceMethod, DequantizedMethod)
 
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A decoder ready to run, and how it came to be. `linears` is the kernel table."""
+    """A decoder ready to run, and how it came to be. `linears` is the kernel table.
+
+    `kv_scales` are the checkpoint's calibrated scales by layer, empty where it holds none.
+    """
 
     decoder: Decoder
     plan: ModelPlan
     linears: list[LinearReport]
+    kv_scales: tuple[KVScales, ...] = ()
 
 
 def load_model(settings: EngineConfig, registry: Registry, checkpoint: Checkpoint) -> LoadedModel:
@@ -47,21 +72,22 @@ def load_model(settings: EngineConfig, registry: Registry, checkpoint: Checkpoin
     config = plan.config
     ops = _choose_ops(registry, plan.dtype)
     loader = _Loader(plan, ops)
-    with torch.inference_mode(), _progress(config.num_layers, settings.disable_progress) as advance:
-        embedding = loader.tensor(f"{plan.prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    with torch.inference_mode(), progress("loading layers", config.num_layers, settings.disable_progress) as advance:
+        embedding = loader.embedding()
         layers = []
         for index in range(config.num_layers):
             layers.append(loader.layer(index))
             advance()
         final_norm = loader.tensor(f"{plan.prefix}norm.weight", (config.hidden_size,))
         head = loader.head(embedding)
-        loader.account()
+        kv_scales = load_kv_scales(plan)
+        account(plan, checkpoint.unread(settings.ignore_tensors))
         plan.check_settings(loader.reports)
         positions = min(settings.max_model_len or config.max_positions, config.max_positions)
         rope = RotaryEmbedding(config.rope, positions, registry.platform.device)
         decoder = Decoder(config, embedding, layers, final_norm, head, ops, rope)
     checkpoint.close()
-    return LoadedModel(decoder, plan, loader.reports)
+    return LoadedModel(decoder, plan, loader.reports, kv_scales)
 
 
 @dataclass(slots=True)
@@ -71,6 +97,7 @@ class _Loader:
     plan: ModelPlan
     ops: FusedOps
     reports: list[LinearReport] = field(default_factory=list)
+    tested: set[object] = field(default_factory=set)  # kinds of prepared layers that passed the self-test
 
     @property
     def _device(self) -> str:
@@ -86,24 +113,10 @@ class _Loader:
         return tensor.to(self._device, self.plan.dtype)
 
     def weight(self, layer: LinearLayer) -> QuantizedWeight:
-        """A layer's weight in canonical form, checked."""
-        checkpoint, quant = self.plan.checkpoint, self.plan.quant
-        stored = checkpoint.stored(layer.name)
-        spec = self.plan.spec(layer)
-        suffixes = ("weight", "bias") if spec.is_float or quant is None else quant.suffixes
-        tensors = {name: checkpoint.read(f"{layer.name}.{name}") for name in suffixes if name in stored}
-        try:
-            if spec.is_float or quant is None:
-                weight = QuantizedWeight.from_float(tensors["weight"], tensors.get("bias"))
-            else:
-                with _blaming(f"format '{quant.name}' cannot read {layer.name}"):
-                    weight = quant.canonicalise(layer, tensors)
-            weight.check(layer)
-            weight = weight.without_trivial_order()
-        except CheckpointError as error:
-            if error.file is not None:
-                raise
-            raise CheckpointError(f"{error}\n  file: {next(iter(stored.values())).file}") from None
+        """A layer's weight in canonical form, checked; quantised if the settings want it."""
+        weight = stored_weight(self.plan, layer)
+        if weight.spec.is_float and (spec := self.plan.online_spec(layer)) is not None:
+            return quantize_online(weight, spec)
         return weight
 
     def linear(self, group: LinearGroup) -> nn.Module:
@@ -123,8 +136,10 @@ class _Loader:
     def _prepare(self, label: str, layers: Sequence[LinearLayer], weight: QuantizedWeight, note: str = "") -> nn.Module:
         request = self.plan.request(label, weight.spec, layers, weight.bias is not None)
         choice = self.plan.select(request)
-        with _blaming(f"kernel '{choice.method.name}' cannot prepare {label} ({weight.spec})"):
-            method = choice.method(weight.to(self._device), request).eval()
+        with blaming(f"kernel '{choice.method.name}' cannot prepare {label} ({weight.spec})"):
+            weight = weight.to(self._device)
+            method = choice.method(weight, request).eval()
+            self._test(method, weight, request)
         self.reports.append(
             LinearReport(label, str(weight.spec), method.name, resident_bytes(method), choice.refusals, note)
         )
@@ -141,45 +156,116 @@ class _Loader:
             scale = None if stored is None else self.tensor(stored, (self.plan.config.intermediate_size,))
         return DecoderLayer(self.plan.config, index, self.ops, **parts, activation_scale=scale)
 
-    def head(self, embedding: Tensor) -> nn.Module:
+    def _test(self, method: LinearMethod, weight: QuantizedWeight, request: LinearRequest) -> None:
+        """The self-test, once for each kernel and kind of weight; core's own methods are what it compares with."""
+        kind = (type(method), request.spec, request.has_bias)
+        if self.plan.settings.self_test and kind not in self.tested and type(method) not in _OWN_METHODS:
+            self_test(method, weight, request)
+            self.tested.add(kind)
+
+    def embedding(self) -> Embedding:
+        weight = self.weight(self.plan.embedding)
+        if weight.spec.activation is not None or weight.spec.code not in {*CODES, FLOAT.code}:
+            raise CheckpointError(f"{self.plan.embedding.name}: rows of {weight.spec} cannot be looked up")
+        if weight.spec.is_float:
+            weight = QuantizedWeight.from_float(weight.codes.to(self.plan.dtype))
+        return Embedding(weight.to(self._device), self.plan.dtype)
+
+    def head(self, embedding: Embedding) -> nn.Module:
         """The output head: a stored one, whatever config.json says, else the embedding."""
-        config = self.plan.config
         layer = self.plan.head
         if layer is None:
-            return self._tied_head(LinearLayer("lm_head", config.hidden_size, config.vocab_size), embedding)
-        weight = self.weight(layer)
-        if weight.spec.is_float and weight.bias is None and torch.equal(weight.codes.to(embedding), embedding):
-            return self._tied_head(layer, embedding)
-        if config.tie_word_embeddings:
+            return self._tied_head(embedding)
+        stored = stored_weight(self.plan, layer)
+        if stored.spec.is_float and stored.bias is None and self._is_embedding(stored.codes, embedding):
+            return self._tied_head(embedding)
+        if self.plan.config.tie_word_embeddings:
             logger.warning(
                 "config.json says that the head is tied, but %s differs from the embedding: it is used", layer.name
             )
-        return self._prepare(layer.name, [layer], weight)
+        spec = self.plan.online_spec(layer) if stored.spec.is_float else None
+        return self._prepare(layer.name, [layer], stored if spec is None else quantize_online(stored, spec))
 
-    def _tied_head(self, layer: LinearLayer, embedding: Tensor) -> nn.Module:
-        method = self._prepare(layer.name, [layer], QuantizedWeight.from_float(embedding), "the embedding")
-        if any(buffer.data_ptr() == embedding.data_ptr() for buffer in method.buffers()):
+    def _is_embedding(self, head: Tensor, embedding: Embedding) -> bool:
+        """Whether a stored head holds the embedding's numbers."""
+        table = embedding.weight.codes
+        if not embedding.weight.spec.is_float:
+            if not self.plan.stored_spec(self.plan.embedding).is_float:
+                return False
+            table = self.plan.checkpoint.read(f"{self.plan.embedding.name}.weight")
+        return torch.equal(head.to(table), table)
+
+    def _tied_head(self, embedding: Embedding) -> nn.Module:
+        layer, weight = self.plan.head or self.plan.tied_head, embedding.weight
+        spec = self.plan.online_spec(layer)
+        if spec is not None and spec != weight.spec and self.plan.stored_spec(self.plan.embedding).is_float:
+            weight = quantize_online(stored_weight(self.plan, self.plan.embedding), spec)
+        method = self._prepare(layer.name, [layer], weight, "the embedding")
+        mine = {buffer.data_ptr() for buffer in method.buffers()}
+        if any(buffer.data_ptr() in mine for buffer in embedding.buffers()):
             self.reports[-1] = replace(self.reports[-1], num_bytes=0)
         return method
 
-    def account(self) -> None:
-        """Complains about tensors that nobody read: an error where they look quantised, else one warning."""
-        unread = self.plan.checkpoint.unread(self.plan.settings.ignore_tensors)
-        quantised = [name for name in unread if name.rpartition(".")[2] in QUANT_SUFFIXES]
-        if quantised:
-            raise CheckpointError(
-                f"{len(quantised)} tensor(s) of quantised data are not used: the model would compute something else",
-                file=str(self.plan.checkpoint.path),
-                found=", ".join(quantised[:8]) + (" ..." if len(quantised) > 8 else ""),
-                hint=f"if they may be left out, say --ignore-tensors '*.{quantised[0].rpartition('.')[2]}'",
-            )
-        if unread:
-            shown = ", ".join(unread[:8]) + (" ..." if len(unread) > 8 else "")
-            logger.warning("%d tensor(s) of the checkpoint are not used: %s", len(unread), shown)
+
+def stored_weight(plan: ModelPlan, layer: LinearLayer) -> QuantizedWeight:
+    """A layer's weight in canonical form as the checkpoint holds it, checked."""
+    checkpoint, quant = plan.checkpoint, plan.quant
+    stored = checkpoint.stored(layer.name)
+    spec = plan.stored_spec(layer)
+    suffixes = ("weight", "bias") if spec.is_float or quant is None else quant.suffixes
+    tensors = {name: checkpoint.read(f"{layer.name}.{name}") for name in suffixes if name in stored}
+    try:
+        if spec.is_float or quant is None:
+            weight = QuantizedWeight.from_float(tensors["weight"], tensors.get("bias"))
+        else:
+            with blaming(f"format '{quant.name}' cannot read {layer.name}"):
+                weight = quant.canonicalise(layer, tensors)
+        weight.check(layer)
+        weight = weight.without_trivial_order()
+    except CheckpointError as error:
+        if error.file is not None:
+            raise
+        raise CheckpointError(f"{error}\n  file: {next(iter(stored.values())).file}") from None
+    return weight
+
+
+def load_kv_scales(plan: ModelPlan) -> tuple[KVScales, ...]:
+    """Calibrated scales of the KV cache, one a layer; raises CheckpointError where one is bad or only some layers have them."""
+    checkpoint, config = plan.checkpoint, plan.config
+    tensors = checkpoint.without(plan.settings.ignore_tensors)
+    modules = [plan.layer_names(index).attention for index in range(config.num_layers)]
+    scales = [read_kv_scales(module, config.kv_heads, tensors, checkpoint.read) for module in modules]
+    if not any(scales):
+        scales = list(scales_from_file(checkpoint.json(KV_SCALE_FILE), config.num_layers))
+    found = complete_kv_scales(modules, scales, tensors)
+    if not found and (plan.kv_cache or "").startswith("fp8"):
+        logger.warning(
+            "%s: the settings ask for a KV cache in %s, but no scales of K and V are stored",
+            checkpoint.path,
+            plan.kv_cache,
+        )
+    return found
+
+
+def account(plan: ModelPlan, unread: Sequence[str]) -> None:
+    """Complains about tensors that nobody read: an error where they look quantised, else one warning."""
+    formats = set() if plan.quant is None else {*plan.quant.suffixes} - {"weight", "bias"}
+    suffixes = QUANT_SUFFIXES | KV_SUFFIXES | formats
+    quantised = [name for name in unread if name.rpartition(".")[2] in suffixes]
+    if quantised:
+        raise CheckpointError(
+            f"{len(quantised)} tensor(s) of quantised data are not used: the model would compute something else",
+            file=str(plan.checkpoint.path),
+            found=", ".join(quantised[:8]) + (" ..." if len(quantised) > 8 else ""),
+            hint=f"if they may be left out, say --ignore-tensors '*.{quantised[0].rpartition('.')[2]}'",
+        )
+    if unread:
+        shown = ", ".join(unread[:8]) + (" ..." if len(unread) > 8 else "")
+        logger.warning("%d tensor(s) of the checkpoint are not used: %s", len(unread), shown)
 
 
 @contextmanager
-def _blaming(what: str) -> Iterator[None]:
+def blaming(what: str) -> Iterator[None]:
     """Names plugin code that raised something of its own; errors that octavo knows pass as they are."""
     try:
         yield
@@ -195,11 +281,11 @@ def _choose_ops(registry: Registry, dtype: torch.dtype) -> FusedOps:
 
 
 @contextmanager
-def _progress(total: int, disable: bool) -> Iterator[Callable[[], object]]:
+def progress(what: str, total: int, disable: bool) -> Iterator[Callable[..., object]]:
+    """A bar on the terminal, if there is one; yields what advances it, by 1 or as many as given."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, disable=disable or not sys.stderr.isatty(), transient=True) as progress:
-        task = progress.add_task("loading layers", total=total)
-        yield lambda: progress.advance(task)
+    with Progress(console=console, disable=disable or not sys.stderr.isatty(), transient=True) as bar:
+        yield partial(bar.advance, bar.add_task(what, total=total))

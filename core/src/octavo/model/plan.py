@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import filter as matching
 
 import torch
@@ -17,7 +17,8 @@ from octavo.model.checkpoint import Checkpoint
 from octavo.plugins import Registry
 from octavo.quant.config import QuantConfig, TensorInfo
 from octavo.quant.detection import detect_format
-from octavo.quant.linear import LinearRequest, Selection, select_linear
+from octavo.quant.linear import DenseMethod, LinearRequest, ReferenceMethod, Selection, select_linear
+from octavo.quant.online import online_spec
 from octavo.quant.weight import FLOAT, LinearLayer, WeightSpec
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class LayerNames:
 
     linears: dict[str, LinearGroup]
     norms: dict[str, tuple[str, int]]  # (tensor name, size)
+    attention: str
     mlp: str
 
     @classmethod
@@ -83,7 +85,7 @@ class LayerNames:
         if config.qk_norm:
             norms["q_norm"] = (f"{attention}.q_norm.weight", config.head_dim)
             norms["k_norm"] = (f"{attention}.k_norm.weight", config.head_dim)
-        return cls(linears, norms, mlp)
+        return cls(linears, norms, attention, mlp)
 
 
 @dataclass(slots=True)
@@ -98,7 +100,8 @@ class ModelPlan:
     registry: Registry
     prefix: str = "model."  # what all tensor names but the head's begin with
     linears: list[LinearReport] = field(default_factory=list)
-    other_bytes: int = 0  # embedding, norms
+    embedding_bytes: int = 0
+    other_bytes: int = 0  # norms and whatever else there is
     resident_bytes: int = 0  # an estimate: floats in the compute type, a byte for each code
 
     @classmethod
@@ -110,6 +113,7 @@ class ModelPlan:
             registry.quant_configs,
             settings.quantization,
             registry.failure_notes(),
+            float_too=bool(settings.quantize_weights),
         )
         config = decoder_config(checkpoint.config, registry.architectures)
         if settings.dtype != "auto":
@@ -118,13 +122,28 @@ class ModelPlan:
             dtype = torch.float32
         else:
             dtype = DTYPES[declared_dtype(checkpoint.config) or "bfloat16"]
-        ends = [n for n in checkpoint.tensors if n.endswith("embed_tokens.weight")]
-        prefix = ends[0].removesuffix("embed_tokens.weight") if len(ends) == 1 else "model."
+        ends = [name for name in checkpoint.modules if name.rpartition(".")[2] == "embed_tokens"]
+        prefix = ends[0].removesuffix("embed_tokens") if len(ends) == 1 else "model."
         return cls(checkpoint, config, quant, dtype, settings, registry, prefix)
 
     @property
     def stored_bytes(self) -> int:
-        return self.other_bytes + sum(report.num_bytes for report in self.linears)
+        return self.embedding_bytes + self.other_bytes + sum(report.num_bytes for report in self.linears)
+
+    @property
+    def kv_cache(self) -> str | None:
+        """How the checkpoint wants K and V stored; None where it does not say."""
+        return None if self.quant is None else self.quant.kv_cache
+
+    @property
+    def embedding(self) -> LinearLayer:
+        """The embedding, as the linear layer whose weight has its shape."""
+        return LinearLayer(f"{self.prefix}embed_tokens", self.config.hidden_size, self.config.vocab_size)
+
+    @property
+    def tied_head(self) -> LinearLayer:
+        """The head that an embedding serves as."""
+        return LinearLayer("lm_head", self.config.hidden_size, self.config.vocab_size)
 
     @property
     def head(self) -> LinearLayer | None:
@@ -143,6 +162,17 @@ class ModelPlan:
         return LayerNames.of(self.config, self.prefix, index)
 
     def spec(self, layer: LinearLayer) -> WeightSpec:
+        """What a layer's weight will be: as stored, or as it is quantised at load."""
+        stored = self.stored_spec(layer)
+        return (self.online_spec(layer) or stored) if stored.is_float else stored
+
+    def online_spec(self, layer: LinearLayer) -> WeightSpec | None:
+        """What `--quantize-weights` makes of a layer that is stored as floats; None: it stays."""
+        short = layer.name.removeprefix(self.prefix)
+        spec = online_spec(layer, short, self.settings.online_schemes, self.registry.quant_configs)
+        return replace(spec, activation=None) if spec is not None and layer == self.embedding else spec
+
+    def stored_spec(self, layer: LinearLayer) -> WeightSpec:
         """What is stored for a layer; raises CheckpointError where it is neither quantised nor plain."""
         stored = self.checkpoint.stored(layer.name)
         if self.quant is not None and (spec := self.quant.spec_for(layer, stored)) is not None:
@@ -172,7 +202,9 @@ class ModelPlan:
     def check_complete(self) -> None:
         """Raises one CheckpointError that lists all tensors that the model needs and the file lacks."""
         tensors, missing = self.checkpoint.tensors, []
-        names = [f"{self.prefix}embed_tokens.weight", f"{self.prefix}norm.weight"]
+        names = [f"{self.prefix}norm.weight"]
+        if not self.checkpoint.stored(self.embedding.name):
+            names.append(f"{self.embedding.name}.weight")
         for index in range(self.config.num_layers):
             layer = self.layer_names(index)
             names += [name for name, _ in layer.norms.values()]
@@ -187,7 +219,8 @@ class ModelPlan:
         if missing:
             shown = ", ".join(sorted(missing)[:8]) + (f", and {len(missing) - 8} more" if len(missing) > 8 else "")
             shape = (self.config.vocab_size, self.config.hidden_size)
-            alike = [n for n, t in tensors.items() if t.shape == shape and n != names[0]] if self.head is None else []
+            embedding = f"{self.embedding.name}.weight"
+            alike = [n for n, t in tensors.items() if t.shape == shape and n != embedding] if self.head is None else []
             raise CheckpointError(
                 f"{len(missing)} tensor(s) that the model needs are missing",
                 file=str(self.checkpoint.path),
@@ -225,21 +258,27 @@ class ModelPlan:
             else:
                 for layer, spec in specs.items():
                     self._report(LinearGroup(layer.name, (layer,)), spec, "not fused: members are stored differently")
-        if self.head is None:  # its bytes are the embedding's
-            layer = LinearLayer("lm_head", self.config.hidden_size, self.config.vocab_size)
-            choice = self.select(self.request(layer.name, FLOAT, [layer], False))
+        embedding, own = self.spec(self.embedding), self.online_spec(self.tied_head)
+        if self.head is None:  # its bytes in the file are the embedding's
+            spec = own or embedding
+            request = self.request(self.tied_head.name, spec, [self.tied_head], False)
+            choice = self.select(request)
             self.linears.append(
-                LinearReport(layer.name, str(FLOAT), choice.method.name, 0, choice.refusals, "the embedding")
+                LinearReport(self.tied_head.name, str(spec), choice.method.name, 0, choice.refusals, "the embedding")
             )
-        listed = {layer.name for group in self.groups for layer in group.layers}
+            self.resident_bytes += choice.method.planned_bytes(request) if spec != embedding else 0
+        kernel = DenseMethod if embedding.is_float else ReferenceMethod  # they keep a weight as the embedding does
+        self.resident_bytes += kernel.planned_bytes(self.request("", embedding, [self.embedding], False))
+        listed = {layer.name for group in self.groups for layer in group.layers} | {self.embedding.name}
         others = [info for name, info in self.checkpoint.tensors.items() if name.rpartition(".")[0] not in listed]
         self.other_bytes = sum(info.num_bytes for info in others)
         self.resident_bytes += sum(math.prod(info.shape) * self.dtype.itemsize for info in others)
+        self.embedding_bytes = sum(info.num_bytes for info in self.checkpoint.stored(self.embedding.name).values())
         self.check_settings(self.linears)
 
     def check_settings(self, linears: Sequence[LinearReport]) -> None:
         """Reports settings that change nothing: a format that none of `linears` is in, patterns that match nothing."""
-        if self.quant is not None and all(report.spec == str(FLOAT) for report in linears):
+        if self.quant is not None and self.kv_cache is None and all(report.spec == str(FLOAT) for report in linears):
             text = f"the settings say that the checkpoint is '{self.quant.name}', but not one layer is quantised"
             if self.settings.quantization is not None:
                 raise ConfigError(f"--quantization {self.settings.quantization} was given and {text}")
@@ -247,11 +286,19 @@ class ModelPlan:
         layers = [name for group in self.groups for name in (group.label, *(layer.name for layer in group.layers))]
         for option, patterns, names in (
             ("linear-kernels", self.settings.linear_kernels, [*layers, "lm_head"]),
+            ("quantize-weights", filter(None, self.settings.quantize_weights), self._float_names()),
             ("ignore-tensors", self.settings.ignore_tensors, list(self.checkpoint.tensors)),
         ):
             for pattern in patterns:
                 if not matching(names, pattern):
                     logger.warning("--%s: nothing matches the pattern '%s'", option, pattern)
+
+    def _float_names(self) -> list[str]:
+        """All spellings of the layers that `--quantize-weights` may name: those that are stored as floats."""
+        layers = [layer for group in self.groups for layer in group.layers] + [self.embedding, self.tied_head]
+        floats = [layer.name for layer in layers if self.checkpoint.stored(layer.name).get("weight") is not None]
+        floats += [self.tied_head.name] if self.head is None else []
+        return [*floats, *(name.removeprefix(self.prefix) for name in floats)]
 
     def _report(self, group: LinearGroup, spec: WeightSpec, note: str = "") -> None:
         stored: list[dict[str, TensorInfo]] = [self.checkpoint.stored(layer.name) for layer in group.layers]

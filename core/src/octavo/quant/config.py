@@ -50,12 +50,26 @@ class Golden:
     """A tiny layer of a format, written out: documentation that the kit also checks.
 
     `settings` is what the model folder would say, `tensors` the stored tensors by suffix, `weight` (out, in) the numbers that
-    they stand for. At least one golden of a format must not read the same backwards.
+    they stand for. At least one golden of a format must not read the same backwards. `read_only` marks a kind of file that
+    the format reads and never writes.
     """
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     weight: Tensor
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What a format must know of a layer before it writes settings for it.
+
+    `symmetric`: the zeros are absent or all the code's midpoint. `scale_dtype` is the type in which the scales were stored.
+    """
+
+    spec: WeightSpec
+    symmetric: bool = True
+    scale_dtype: torch.dtype | None = None
 
 
 class QuantConfig(BaseModel):
@@ -77,6 +91,8 @@ class QuantConfig(BaseModel):
     """Last name parts of all tensors that the format may store for a linear layer, bias included."""
     activation_scales: ClassVar[tuple[str, ...]] = ()
     """Names, relative to an MLP block, of a tensor (intermediate,) by which the activation's output is divided."""
+    targets: ClassVar[tuple[str, ...]] = ()
+    """Names that `octavo convert --to` accepts for this format."""
     _unread_keys: tuple[str, ...] = PrivateAttr(default=())
 
     @property
@@ -96,6 +112,13 @@ class QuantConfig(BaseModel):
         `source` is None where the folder holds no settings at all. Must not read tensor data.
         """
         return False
+
+    @classmethod
+    def translate(cls, source: QuantSource) -> QuantSource | None:
+        """The settings in the words of another format, `quant_method` included, where a tool wrote that format's files under
+        one of this one's names; None: they are this format's own.
+        """
+        return None
 
     @classmethod
     def infer(cls, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Any]:
@@ -137,6 +160,11 @@ class QuantConfig(BaseModel):
         config._unread_keys = tuple(sorted(k for k in remaining if k not in cls.ignored_keys))
         return config
 
+    @property
+    def kv_cache(self) -> str | None:
+        """How the checkpoint wants K and V stored, "fp8_e4m3" say; None where its settings do not mention it."""
+        return None
+
     @abstractmethod
     def spec_for(self, layer: LinearLayer, stored: Mapping[str, TensorInfo]) -> WeightSpec | None:
         """What the layer's numbers mean, from the headers of its tensors by suffix; None where it is stored unquantised.
@@ -157,3 +185,22 @@ class QuantConfig(BaseModel):
 
         Raises CheckpointError that names the layer where the format cannot hold these numbers.
         """
+
+    # --- making checkpoints; a format that is only read leaves these alone
+
+    @classmethod
+    def online_spec(cls, layer: LinearLayer) -> WeightSpec | None:
+        """What `--quantize-weights` makes of a float layer, by rounding to nearest; None where it leaves the layer as it is."""
+        return None
+
+    @classmethod
+    def for_weights(cls, target: str, layers: Mapping[LinearLayer, LayerFacts]) -> Self:
+        """Settings under which `serialise` writes these layers, float ones included, as the format `target`.
+
+        Raises CheckpointError that names a layer which the format cannot hold.
+        """
+        raise CheckpointError(f"{cls.name}: this format cannot be written")
+
+    def settings(self) -> dict[str, Any]:
+        """`quantization_config` for config.json: `parse` of it gives an equal value."""
+        raise CheckpointError(f"{self.name}: this format cannot be written")

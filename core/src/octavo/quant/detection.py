@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CheckpointError, ConfigError, OctavoError
 from octavo.quant.config import QuantConfig, QuantSource, TensorInfo
 
 logger = logging.getLogger(__name__)
@@ -26,10 +26,6 @@ QUANT_SUFFIXES = frozenset(
         "weight_shape",
         "input_scale",
         "input_zero_point",
-        "k_scale",
-        "v_scale",
-        "kv_scale",
-        "output_scale",
         "B",
         "s",
     ]
@@ -42,29 +38,30 @@ def detect_format(
     formats: Mapping[str, type[QuantConfig]],
     wanted: str | None,
     notes: Sequence[str] = (),
+    float_too: bool = False,
 ) -> QuantConfig | None:
     """The checkpoint's format with its settings, or None for a float model.
 
     The first source that names or suggests a format is believed; settings of later ones that contradict it are reported.
-    `wanted` is what the user said it must be; `notes` on missing plugins are quoted where the format has no owner. Raises
-    ConfigError for a mix-up (with both values and where each came from), CheckpointError for a format that nobody provides.
+    `wanted` is what the user said it must be, or with `float_too` will be; `notes` on missing plugins are quoted where the
+    format has no owner. Raises ConfigError for a mix-up (with both values and where each came from), CheckpointError for a
+    format that nobody provides.
     """
     candidates = set(formats.values())
     packed = sorted(name for name in tensors if name.rpartition(".")[2] in QUANT_SUFFIXES)
     owner: type[QuantConfig] | None = None
     source: QuantSource | None = None
-    for source in sources:
-        method = source.raw.get("quant_method", source.raw.get("quant_algo"))
-        if method is not None:
-            owner = formats.get(str(method).lower())
-            if owner is None:
-                _refuse_unknown(str(method), source, formats, wanted, notes)
+    found: QuantSource | None = None
+    for found in sources:
+        source = found
+        if _method(source) is not None:
+            owner, source = _owner(source, formats, wanted, notes)
             break
         owner = _only_claim(source, tensors, candidates)
         if owner is not None:
             break
     else:
-        source = None
+        source = found = None
         if packed:
             owner = _only_claim(None, tensors, candidates)
     if owner is None:
@@ -76,7 +73,7 @@ def detect_format(
                 found=f"settings looked for in: {places}; installed formats: {_installed(formats)}",
                 hint="; ".join(notes) or "install the plugin for this format",
             )
-        if wanted is not None:
+        if wanted is not None and not float_too:
             raise ConfigError(
                 f"--quantization {wanted} was given, but the checkpoint is not quantised: no quantization settings in its "
                 "config files and no packed tensors"
@@ -94,9 +91,29 @@ def detect_format(
     if config.unread_keys:
         logger.warning("%s: settings that are not understood: %s", source.where, ", ".join(config.unread_keys))
     for other in sources:
-        if other is not source:
+        if other is not found:
             _report_contradictions(owner, config, source, other)
     return config
+
+
+def _method(source: QuantSource) -> str | None:
+    method = source.raw.get("quant_method", source.raw.get("quant_algo"))
+    return None if method is None else str(method).lower()
+
+
+def _owner(
+    source: QuantSource, formats: Mapping[str, type[QuantConfig]], wanted: str | None, notes: Sequence[str]
+) -> tuple[type[QuantConfig], QuantSource]:
+    """The format that settings name, and the settings in its own words."""
+
+    def owner_of(source: QuantSource) -> type[QuantConfig]:
+        method = str(_method(source))
+        if method not in formats:
+            raise _unknown(method, source, formats, wanted, notes)
+        return formats[method]
+
+    translated = owner_of(source).translate(source) or source
+    return owner_of(translated), translated
 
 
 def _only_claim(
@@ -113,16 +130,16 @@ def _only_claim(
     return claims[0] if claims else None
 
 
-def _refuse_unknown(
+def _unknown(
     method: str,
     source: QuantSource,
     formats: Mapping[str, type[QuantConfig]],
     wanted: str | None,
     notes: Sequence[str],
-) -> None:
-    if wanted is not None and wanted.lower() != method.lower():
-        raise ConfigError(f"--quantization says '{wanted}', but the checkpoint's is '{method}' ({source.where})")
-    raise CheckpointError(
+) -> OctavoError:
+    if wanted is not None and wanted.lower() != method:
+        return ConfigError(f"--quantization says '{wanted}', but the checkpoint's is '{method}' ({source.where})")
+    return CheckpointError(
         f"no installed plugin reads quantization format '{method}'",
         file=source.where,
         found=f"installed formats: {_installed(formats)}",

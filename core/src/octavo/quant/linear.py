@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError, NoKernelError, ask
 from octavo.platforms import Platform
+from octavo.quant.activation import dequantize_inputs, quantize_inputs, why_not_quantize
 from octavo.quant.weight import CODES, QuantizedWeight, WeightSpec
 
 
@@ -109,7 +110,10 @@ class DenseMethod(LinearMethod):
 
 
 class ReferenceMethod(LinearMethod):
-    """Dequantises in each call, then multiplies: runs every weight of the canonical form, on every device, slowly."""
+    """Dequantises in each call, then multiplies: runs every weight of the canonical form, on every device, slowly.
+
+    Where inputs are quantised it multiplies, in fp32, the numbers that the codes of both sides stand for.
+    """
 
     name = "reference"
     rank = 0
@@ -118,26 +122,30 @@ class ReferenceMethod(LinearMethod):
     def why_not(cls, request: LinearRequest) -> str | None:
         if not request.spec.is_float and request.spec.code not in CODES:
             return f"does not know the code '{request.spec.code}'; the plugin that brings it must bring a kernel"
-        if request.spec.activation is not None:
-            return f"leaves inputs unquantised, the layer wants {request.spec.activation}"
-        return None
+        return None if request.spec.activation is None else why_not_quantize(request.spec.activation)
 
     codes: Tensor
     scales: Tensor | None
     zeros: Tensor | None
     group_index: Tensor | None
+    input_scale: Tensor | None
+    input_zero: Tensor | None
     bias: Tensor | None
 
     def __init__(self, weight: QuantizedWeight, request: LinearRequest) -> None:
         super().__init__(weight, request)
         self._spec, self._dtype = weight.spec, request.dtype
-        for field in ("codes", "scales", "zeros", "group_index", "bias"):
+        for field in ("codes", "scales", "zeros", "group_index", "input_scale", "input_zero", "bias"):
             self.register_buffer(field, getattr(weight, field))
 
     def forward(self, x: Tensor) -> Tensor:
         weight = QuantizedWeight(self._spec, self.codes, self.scales, self.zeros, self.group_index)
-        bias = None if self.bias is None else self.bias.to(self._dtype)
-        return F.linear(x, weight.dequantize(self._dtype), bias)
+        dtype = self._dtype
+        if (activation := self._spec.activation) is not None:
+            x = dequantize_inputs(*quantize_inputs(x, activation, self.input_scale, self.input_zero), activation)
+            dtype = torch.float32
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x, weight.dequantize(dtype), bias).to(self._dtype)
 
 
 class DequantizedMethod(DenseMethod):
@@ -148,6 +156,8 @@ class DequantizedMethod(DenseMethod):
 
     @classmethod
     def why_not(cls, request: LinearRequest) -> str | None:
+        if request.spec.activation is not None:
+            return f"leaves inputs unquantised, the layer wants {request.spec.activation}"
         return ReferenceMethod.why_not(request)
 
 

@@ -136,6 +136,15 @@ class QuantizedWeight:
     def in_features(self) -> int:
         return self.codes.shape[1]
 
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the range of each group is centred on 0: no zeros, or the code's midpoint in every group that counts."""
+        code = CODES.get(self.spec.code)
+        if self.zeros is None or self.scales is None or code is None:
+            return self.zeros is None
+        middle = (code.low + code.high + 1) // 2
+        return bool(((self.zeros == middle) | (self.scales == 0)).all())
+
     def check(self, layer: LinearLayer) -> None:
         """Raises CheckpointError when shapes, dtypes or values break the contract; every load passes through here."""
 

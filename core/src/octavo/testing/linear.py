@@ -12,12 +12,12 @@ from torch import Tensor
 
 from octavo.platforms import Platform
 from octavo.quant.linear import LinearMethod
+from octavo.quant.oracle import expected_product
 from octavo.quant.weight import QuantizedWeight
 from octavo.testing.linear_cells import (
     DTYPES,
     WeightCell,
     activation_cells,
-    expected_product,
     inputs,
     nonsense,
     weight_cells,

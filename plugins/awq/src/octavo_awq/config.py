@@ -7,7 +7,7 @@ contradiction is refused with both facts. Converting by guess would turn a wrong
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import field_validator
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo import (
     CheckpointError,
     Golden,
+    LayerFacts,
     LinearLayer,
     QuantConfig,
     QuantizedWeight,
@@ -33,8 +34,9 @@ _HARMLESS = {
         iters low_gpu_mem_usage lr max_input_length meta minmax_lr model_seqlen module_name_preceding_first_block mse
         nsamples pad_token_id provider scale_dtype seqlen static_groups sym tokenizer true_sequential""",
     "what another loader should do": "do_fuse exllama_config fuse_max_seq_len modules_to_fuse",
-    "what the tensors say themselves": "lm_head modules_in_block_to_quantize pack_dtype to_quant_block_names",
+    "what the tensors say themselves": "modules_in_block_to_quantize pack_dtype to_quant_block_names",
 }
+_TAKES = "uint4 with integer zeros of 0..15, in groups of consecutive inputs of one output, inputs in order"
 _MARLIN = "its weights lie in the tiles of one GPU kernel: export the model again with version gemm"
 
 
@@ -54,6 +56,7 @@ class AWQConfig(QuantConfig):
     ignored_keys = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
     suffixes = ("qweight", "qzeros", "scaled_zeros", "scales", "bias")
     activation_scales = ("act.scales", "act_fn.scales")
+    targets = ("awq",)
 
     bits: Literal[4] = 4
     group_size: int | None = None
@@ -67,6 +70,8 @@ class AWQConfig(QuantConfig):
     """GPTQModel's second spelling of quant_method."""
     modules_to_not_convert: tuple[str, ...] | None = None
     """Informational: whether a layer is quantised is decided by its tensors."""
+    lm_head: bool | None = None
+    """Informational too; other loaders leave a quantised head unread unless it is true."""
 
     @field_validator("group_size")
     @classmethod
@@ -262,6 +267,59 @@ class AWQConfig(QuantConfig):
         if (reason := self.layout.why_not(inputs, layer.out_features, group)) is not None:
             raise ValueError(reason)
         return group
+
+    # --- making checkpoints
+
+    @classmethod
+    def online_spec(cls, layer: LinearLayer) -> WeightSpec | None:
+        """uint4 with zeros, in the largest usual groups that divide the inputs; None for a layer that gemm cannot store."""
+        group = next((size for size in (128, 64, 32) if layer.in_features % size == 0), None)
+        if group is None or LAYOUTS["gemm"].why_not(layer.in_features, layer.out_features, group) is not None:
+            return None
+        return WeightSpec("uint4", (1, group), has_zeros=True)
+
+    @classmethod
+    def for_weights(cls, target: str, layers: Mapping[LinearLayer, LayerFacts]) -> Self:
+        """Settings of a gemm file. zero_point is true for symmetric weights as well: every reader knows zeros of 8."""
+        packed = {layer: facts for layer, facts in layers.items() if not facts.spec.is_float}
+        for layer, facts in packed.items():
+            if (reason := _why_not_writable(layer, facts)) is not None:
+                raise CheckpointError(
+                    f"{layer.name}: AWQ gemm cannot hold this weight: {reason}", expected=_TAKES, found=facts.spec
+                )
+        whole = all(facts.spec.group_shape[1] == -1 for facts in packed.values())
+        groups: dict[int, str] = {}
+        for layer, facts in packed.items():
+            size = facts.spec.group_shape[1]
+            groups.setdefault(layer.in_features if size == -1 and not whole else size, layer.name)
+        if len(groups) > 1:
+            (first, one), (second, other), *_ = groups.items()
+            raise CheckpointError(
+                f"{other}: AWQ has one group size for all layers",
+                expected=f"groups of {first} inputs, as {one} has",
+                found=f"groups of {second}",
+            )
+        names = tuple(layer.name for layer, facts in layers.items() if facts.spec.is_float)
+        head = any(layer.name.rpartition(".")[2] == "lm_head" for layer in packed)
+        return cls(
+            group_size=next(iter(groups), None), modules_to_not_convert=names or None, lm_head=True if head else None
+        )
+
+    def settings(self) -> dict[str, Any]:
+        return {"quant_method": self.name, **self.model_dump(mode="json", exclude_none=True)}
+
+
+def _why_not_writable(layer: LinearLayer, facts: LayerFacts) -> str | None:
+    """Why gemm cannot store a layer of which the specification is known, None if it can."""
+    spec = facts.spec
+    if layer.name.rpartition(".")[2] == "embed_tokens":
+        return "embeddings are plain in AWQ"
+    if spec != WeightSpec("uint4", (1, spec.group_shape[1]), has_zeros=True):
+        return f"it is {spec}"
+    if facts.scale_dtype not in FLOATS:
+        return f"its scales are {facts.scale_dtype}"
+    group = layer.in_features if spec.group_shape[1] == -1 else spec.group_shape[1]
+    return LAYOUTS["gemm"].why_not(layer.in_features, layer.out_features, group)
 
 
 def _asymmetry(scales: Tensor, zeros: Tensor) -> str | None:

@@ -1,0 +1,56 @@
+"""Which float layers are quantised while they load, and to what: the setting `--quantize-weights`.
+
+Rounding to nearest needs no calibration, so any float checkpoint can be served in int8 or int4 at once. Better numbers come
+from checkpoints that were quantised with care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from octavo.errors import ConfigError
+from octavo.quant.config import QuantConfig
+from octavo.quant.quantizer import round_to_nearest
+from octavo.quant.weight import LinearLayer, QuantizedWeight, WeightSpec
+
+
+def largest_group(in_features: int) -> int:
+    """The largest of the usual group sizes that divides the inputs, -1 (all of them) where none does."""
+    return next((group for group in (128, 64, 32) if in_features % group == 0), -1)
+
+
+SCHEMES: Mapping[str, Callable[[LinearLayer], WeightSpec | None]] = {
+    "int8": lambda layer: WeightSpec("int8", (1, -1)),
+    "int4": lambda layer: WeightSpec("uint4", (1, largest_group(layer.in_features)), has_zeros=True),
+    "fp8": lambda layer: WeightSpec("fp8_e4m3", (1, -1)),
+}
+"""Weight-only schemes of core's own; a format's name means what the format makes (`QuantConfig.online_spec`)."""
+
+
+def online_spec(
+    layer: LinearLayer, short_name: str, schemes: Mapping[str, str], formats: Mapping[str, type[QuantConfig]]
+) -> WeightSpec | None:
+    """What a float layer becomes, None if it stays as it is.
+
+    `schemes` maps patterns to scheme names, the first that matches the layer's name (or its `short_name`, without the model's
+    prefix) counts; the pattern "" stands for all linears of the decoder layers. Raises ConfigError for an unknown scheme.
+    """
+    names = (layer.name, short_name)
+    scheme = next((s for p, s in schemes.items() if p and any(fnmatchcase(name, p) for name in names)), None)
+    if scheme is None and short_name.startswith("layers."):
+        scheme = schemes.get("")
+    if scheme is None or scheme == "float":
+        return None
+    if scheme in SCHEMES:
+        return SCHEMES[scheme](layer)
+    if scheme not in formats:
+        known = ", ".join(sorted({*SCHEMES, "float", *(f.name for f in formats.values())}))
+        raise ConfigError(f"--quantize-weights: no scheme '{scheme}'; known: {known}")
+    return formats[scheme].online_spec(layer)
+
+
+def quantize_online(weight: QuantizedWeight, spec: WeightSpec) -> QuantizedWeight:
+    """A float weight rounded to `spec`, its bias kept."""
+    return replace(round_to_nearest(weight.codes, spec), bias=weight.bias)
