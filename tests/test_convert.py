@@ -11,13 +11,24 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from convert_support import (
+    ASYMMETRIC,
+    HOLDING,
+    TARGETS,
+    convert,
+    entries,
+    expect_same_tensors,
+    logits,
+    needs,
+    quantised_model,
+    tensors_of,
+)
 from safetensors.torch import load_file, save_file
-from support import all_logits, registry
+from support import registry
 
 import octavo.front.convert
 from octavo import (
     LLM,
-    CheckpointError,
     LayerFacts,
     LinearLayer,
     QuantConfig,
@@ -29,63 +40,6 @@ from octavo import (
 from octavo.cli import main
 from octavo.model.shards import ShardWriter
 from octavo.testing import tiny_config, tiny_model
-from octavo.testing.models import float_tensors
-
-TARGETS = sorted({name for kind in registry().quant_configs.values() for name in kind.targets})
-ASYMMETRIC = WeightSpec("uint4", (1, 32), has_zeros=True)
-HOLDING = ["awq", *sorted({"gptq", "gptq_v2", "compressed-tensors"} & set(TARGETS))]
-"""Those that hold the numbers of AWQ."""
-KINDS_OF_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PROMPT = [1, 5, 9, 60, 200, 33]
-
-
-def needs(*targets: str) -> None:
-    if missing := [target for target in targets if target not in TARGETS]:
-        pytest.skip(f"no installed plugin writes {', '.join(missing)}")
-
-
-def convert(source: Path, destination: Path, target: str, *options: str) -> Path:
-    assert main(["convert", str(source), str(destination), "--to", target, *options]) == 0
-    return destination
-
-
-def quantised_model(folder: Path, target: str, spec: WeightSpec, **options: Any) -> Path:
-    """A tiny model whose linears are rounded to `spec` and stored as `target`, but for the head."""
-    kind = next(kind for kind in registry().quant_configs.values() if target in kind.targets)
-    config = tiny_config(options.pop("architecture", "LlamaForCausalLM"))
-    tensors = float_tensors(config, torch.Generator().manual_seed(0))
-    layers = {
-        LinearLayer(name.removesuffix(".weight"), *reversed(tensor.shape)): LayerFacts(
-            spec if name.endswith("_proj.weight") else WeightSpec("float", (-1, -1)), not spec.has_zeros, torch.float16
-        )
-        for name, tensor in tensors.items()
-        if name.endswith(("_proj.weight", "lm_head.weight"))
-    }
-    settings = kind.for_weights(target, layers)
-    return tiny_model(
-        folder, config["architectures"][0], quantize=(settings, spec), settings=settings.settings(), **options
-    )
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-def expect_same_tensors(found: Path, expected: Path) -> None:
-    mine, theirs = tensors_of(found), tensors_of(expected)
-    assert mine.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        kind = KINDS_OF_INTS[tensor.itemsize]
-        assert mine[name].dtype == tensor.dtype, name
-        assert torch.equal(mine[name].view(kind), tensor.view(kind)), name
-
-
-def logits(folder: Path) -> torch.Tensor:
-    return all_logits(LLM(str(folder), registry=registry(), dtype="float32", num_blocks_override=64), PROMPT)
-
-
-def entries(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +154,16 @@ def test_all_else_stays_as_it_was(awq: Path, tmp_path: Path, capsys: pytest.Capt
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "LICENSE").write_text("licence")
     (source / "README.md").write_text("an AWQ model")
+    scales = {str(layer): 0.5 for layer in range(2)}
+    (source / "kv_cache_scales.json").write_text(json.dumps({"kv_cache": {"scaling_factor": {"0": scales}}}))
     (source / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "zero_point": True}))
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
     before = json.loads((source / "config.json").read_text())
+    old = {"compression_config": before["quantization_config"]}
+    (source / "config.json").write_text(
+        json.dumps(before | old | {"text_config": {"quantization_config": {"bits": 4}}})
+    )
     found = convert(source, tmp_path / "found", "awq")
     assert entries(found) == [
         "LICENSE",
@@ -211,6 +171,7 @@ def test_all_else_stays_as_it_was(awq: Path, tmp_path: Path, capsys: pytest.Capt
         "chat_template.jinja",
         "config.json",
         "generation_config.json",
+        "kv_cache_scales.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
@@ -218,6 +179,7 @@ def test_all_else_stays_as_it_was(awq: Path, tmp_path: Path, capsys: pytest.Capt
     after = json.loads((found / "config.json").read_text())
     del before["quantization_config"]
     settings = after.pop("quantization_config")
+    assert after.pop("text_config") == {}
     assert after == before
     assert settings["quant_method"] == "awq"
     assert settings["modules_to_not_convert"] == ["lm_head"]
@@ -266,6 +228,28 @@ def test_scales_of_the_kv_cache_are_kept(tmp_path: Path) -> None:
     scales = {f"model.layers.{n}.self_attn.{side}_scale": torch.tensor(0.5 + n) for n in (0, 1) for side in "kv"}
     save_file(tensors_of(source) | scales, source / "model.safetensors")
     expect_same_tensors(convert(source, tmp_path / "found", "awq"), source)
+
+
+def test_a_wish_for_the_kv_cache_that_is_lost_is_told(
+    awq: Path, tmp_path: Path, halves: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = convert(awq, tmp_path / "source", "halves")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["kv"] = "fp8_e4m3"
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "found", "awq")
+    assert "asks for K and V as fp8_e4m3" in caplog.text
+
+
+def test_int8_with_quantised_inputs_there_and_back(shared: Path, tmp_path: Path) -> None:
+    needs("w8a8_int8", "compressed-tensors")
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(shared / "checkpoints" / "tiny-ct-w8a8_rtn" / file, source / file)
+    between = convert(source, tmp_path / "between", "w8a8_int8")
+    assert torch.equal(logits(between), logits(source))
+    expect_same_tensors(convert(between, tmp_path / "back", "compressed-tensors"), source)
 
 
 def test_an_empty_folder_is_filled(awq: Path, tmp_path: Path) -> None:
@@ -363,6 +347,11 @@ class Halves(QuantConfig):
     targets = ("halves",)
     wanted: ClassVar[str] = ""
     flaw: str = ""
+    kv: str | None = None
+
+    @property
+    def kv_cache(self) -> str | None:
+        return self.kv
 
     def spec_for(self, layer: LinearLayer, stored: dict[str, TensorInfo]) -> WeightSpec | None:
         return ASYMMETRIC if "codes" in stored else None
@@ -412,7 +401,10 @@ def test_real_valued_zeros_are_refused(
     tensors["model.layers.1.mlp.up_proj.zero"][3, 1] = 7.5
     save_file(tensors, source / "model.safetensors")
     assert main(["convert", str(source), str(tmp_path / "found"), "--to", target]) == 2
-    assert "model.layers.1.mlp.up_proj" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "model.layers.1.mlp.up_proj" in message
+    assert "zero" in message
+    assert target != "awq" or "7.5" in message
     assert entries(tmp_path) == ["source"]
     expect_same_tensors(convert(source, tmp_path / "again", "halves"), source)
 

@@ -21,7 +21,7 @@ from octavo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_NOT_SETTINGS = frozenset(["OCTAVO_DEMO_MODEL", "OCTAVO_CPU_ISA"])
+_NOT_SETTINGS = frozenset(["OCTAVO_DEMO_MODEL", "OCTAVO_DEMO_GGUF", "OCTAVO_CPU_ISA"])
 """Environment variables that others read."""
 _OTHERS_NAMES = {
     "gpu_memory_utilization": "; octavo has kv_cache_memory_utilization, a share of what the weights leave, not of all memory"
@@ -88,7 +88,7 @@ class EngineConfig(BaseModel):
         {},
         description="Quantise float weights while they load, rounding to nearest: SCHEME for the decoder's linears, or "
         "PATTERN=SCHEME[,...], which may name lm_head and embed_tokens too; alone: as --quantization says. Schemes: int8, "
-        "int4, fp8, float, or a format (awq, gptq, w8a8). Default: none.",
+        "int4, float, or a format (awq, gptq, w8a8, fp8). Default: none.",
         json_schema_extra={"bare": "true"},
     )
     dtype: Annotated[

@@ -215,7 +215,7 @@ def test_scale_of_zero_with_an_offset_is_refused():
         ({"spec": replace(SPEC, has_zeros=False), "zeros": None}, "uint4 g32;"),
         ({"spec": replace(SPEC, activation=ActivationSpec("int8"))}, "int8 per_token"),
         ({"spec": replace(SPEC, act_order=True), "group_index": torch.arange(128) // 32}, "act_order"),
-        ({"zeros": torch.full((64, 4), 7.5)}, "integers in 0..15"),
+        ({"zeros": torch.full((64, 4), 7.5)}, "integers in 0..15, 256 are not, 7.5 among them"),
         ({"zeros": torch.full((64, 4), 16.0)}, "integers in 0..15"),
         ({"zeros": torch.full((64, 4), -1.0)}, "integers in 0..15"),
         ({"scales": torch.ones(64, 4, dtype=torch.float64)}, "torch.float64"),

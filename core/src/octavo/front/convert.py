@@ -31,6 +31,7 @@ from octavo.model.shards import ShardWriter
 from octavo.plugins import Registry
 from octavo.quant.config import LayerFacts, QuantConfig, TensorInfo
 from octavo.quant.detection import QUANT_SUFFIXES
+from octavo.quant.kv_scales import KV_SCALE_FILE
 from octavo.quant.weight import CODES, FLOAT, LinearLayer, QuantizedWeight, WeightSpec
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ _SIDE_FILES = (
     "chat_template.*",
     "additional_chat_templates/*.jinja",
     "generation_config.json",
+    KV_SCALE_FILE,
     "preprocessor_config.json",
     "processor_config.json",
 )

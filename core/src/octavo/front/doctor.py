@@ -7,6 +7,7 @@ answer. It reads settings, headers of tensors, and at most `READ_LIMIT` bytes mo
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -90,13 +91,14 @@ def examine(config: EngineConfig) -> Diagnosis:
         diagnosis.free_bytes = free_bytes(registry.platform)
         for plugin in registry.failures:
             findings.add(Finding("warning", "plugin", f"plugin {plugin} failed to load: {plugin.reason}"))
+        folder = Path(os.path.expanduser(config.model))
         checkpoint, decoder = None, None
         with findings.catching("files"):
             checkpoint = open_checkpoint(config.model, registry.checkpoint_readers)
         known = checkpoint
-        if known is None and Path(config.model).expanduser().is_dir():  # its settings may still be readable
+        if known is None and os.path.isdir(folder):  # its settings may still be readable
             with findings.catching("config"):
-                known = Checkpoint(Path(config.model).expanduser(), {}, _NoTensors(Path(config.model)))
+                known = Checkpoint(folder, {}, _NoTensors(folder))
                 known.config = known.json("config.json")
         if known is not None and known.config:
             with findings.catching("config"):
@@ -107,7 +109,7 @@ def examine(config: EngineConfig) -> Diagnosis:
                 findings.add(*unused_files(checkpoint), *scale_types(checkpoint.without(config.ignore_tensors)))
         if known is not None:
             vocab_size = None if decoder is None else decoder.vocab_size
-            folder = Path(config.tokenizer or config.model).expanduser()
+            folder = folder if config.tokenizer is None else Path(os.path.expanduser(config.tokenizer))
             with findings.catching("tokenizer"):
                 findings.add(*tokenizer_facts(folder, checkpoint, vocab_size, findings))
         if checkpoint is not None:
@@ -146,9 +148,8 @@ def _examine_model(
     with findings.catching("format"):
         plan = ModelPlan.of(config, registry, checkpoint)
     if plan is None:
-        if (
-            decoder is not None and "model.embed_tokens" in checkpoint.modules
-        ):  # what is missing needs no format to tell
+        # what is missing needs no format to tell
+        if decoder is not None and "model.embed_tokens" in checkpoint.modules:
             with findings.catching("tensors"):
                 ModelPlan(checkpoint, decoder, None, torch.float32, config, registry).check_complete()
         return
@@ -161,9 +162,8 @@ def _examine_model(
     sample(plan, readable, findings)
     if plan.head is not None and plan.config.tie_word_embeddings:
         text = f"config.json says that the head is tied, but {plan.head.name} is stored: it is used where it differs"
-        findings.add(
-            Finding("note", "tied_head", text, file=next(iter(checkpoint.stored(plan.head.name).values())).file)
-        )
+        stored = next(iter(checkpoint.stored(plan.head.name).values()))
+        findings.add(Finding("note", "tied_head", text, file=stored.file, tensor=stored.name))
     if any(finding.kind in ("tensors", "layer", "kernel") for finding in findings.found):
         return  # the table of kernels would have holes
     with findings.catching("format"):

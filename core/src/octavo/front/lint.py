@@ -6,10 +6,11 @@ where a person may want to know. Thresholds are set so that checkpoints of worki
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ READ_LIMIT = 32 * 2**20
 _TOKENIZER_LIMIT = 16 * 2**20
 _TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "spiece.model", "tokenizer_config.json")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_SAMPLED_NUMBERS = 2**20  # of one layer
 _LEAST_NORMAL_FP16 = 2.0**-14
 
 
@@ -153,8 +155,9 @@ def tokenizer_facts(
     file, size = folder / "tokenizer.json", 0
     if file.is_file():
         size = file.stat().st_size
-    elif checkpoint is not None and (own := checkpoint.tokenizer()) is not None:
-        yield from _chat_template(folder, bool(own.chat_template))
+    elif checkpoint is not None and checkpoint.may_hold_tokenizer:
+        text = "the tokenizer is taken from the file of the weights, and was not examined"  # to build it takes seconds
+        yield Finding("note", "tokenizer", text, file=str(checkpoint.path))
         return
     elif not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
         hint = "copy the tokenizer's files from the original model, or name its folder by --tokenizer"
@@ -181,13 +184,21 @@ def tokenizer_facts(
         yield Finding(
             "note", "tokenizer", "the tokenizer is there and was not examined", file=str(file if size else folder)
         )
-    yield from _chat_template(folder, False)
+    yield from _template_facts(folder)
 
 
-def _chat_template(folder: Path, built_in: bool) -> Iterator[Finding]:
-    settings = folder / "tokenizer_config.json"
-    inside = settings.is_file() and '"chat_template"' in settings.read_text(errors="replace")
-    if not (built_in or inside or (folder / "chat_template.jinja").is_file()):
+def _template_facts(folder: Path) -> Iterator[Finding]:
+    """A missing chat template, and damaged files where it might be."""
+    settings, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    found: Any = None
+    for file in (settings, template):
+        try:
+            text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
+            found = found or (json.loads(text).get("chat_template") if file is settings else file.is_file())
+        except (OSError, ValueError, RecursionError, AttributeError) as error:
+            yield Finding("error", "tokenizer", f"cannot load the tokenizer: {error}", file=str(file))
+            return
+    if not found:
         text = "the model has no chat template: chat requests will be refused"
         yield Finding("note", "chat_template", text, file=str(folder))
 
@@ -211,12 +222,13 @@ def odd_numbers(layer: LinearLayer, weight: QuantizedWeight) -> Iterator[Finding
             yield suspect("small_scales", text, f"{small:.1%} below {_LEAST_NORMAL_FP16:.1e}", severity="note")
     if code.dtype not in (torch.uint8, torch.int8):
         return
+    weight = weight.slice_out(0, max(_SAMPLED_NUMBERS // weight.in_features, 1))
+    assert weight.scales is not None
     low, high = int(weight.codes.min()), int(weight.codes.max())
     if high - low < (code.high - code.low) / 2:
         text = "the codes use less than half of their range"
         yield suspect("code_range", text, f"{low} to {high} of {code.low:g} to {code.high:g}")
-    unit = QuantizedWeight(weight.spec, weight.codes, torch.ones_like(scales), weight.zeros, weight.group_index)
-    mean = float(unit.dequantize().mean())
+    mean = float(replace(weight, scales=torch.ones_like(weight.scales)).dequantize().mean())
     if abs(mean) > 0.5 and code.high - code.low <= 15:  # of more bits, the mean of good weights may be a scale or two
         text = "the weights are not centred: on average they are off by more than half of a scale"
         hint = "zeros stored by one convention and read by another (GPTQ v1, v2) shift all weights by 1 scale"

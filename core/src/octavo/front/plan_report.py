@@ -61,23 +61,28 @@ def print_plan(
     )
     columns = (Column("layer", overflow="fold"), "scheme", "kernel", "MiB in file", "why not a better one")
     table = Table(*columns, box=None, pad_edge=False)
+    reasons: dict[tuple[str, str], int] = {}
     for label, reports in _rows(plan.linears, every_layer):
         first = reports[0]
         size = sum(r.num_bytes for r in reports) / 2**20
-        table.add_row(label, first.spec, first.kernel, f"{size:.2f}", _reasons(first.refusals, first.note))
+        table.add_row(label, first.spec, first.kernel, f"{size:.2f}", _marks(reasons, first.refusals, first.note))
     if kv_plan is not None and attention is not None:
-        table.add_row("attention", f"KV as {kv_plan.format}", str(attention), "-", _reasons(attention.refusals))
+        table.add_row("attention", f"KV as {kv_plan.format}", str(attention), "-", _marks(reasons, attention.refusals))
     table.add_row("embedding", str(plan.spec(plan.embedding)), "lookup", f"{plan.embedding_bytes / 2**20:.2f}", "-")
     table.add_row("norms", "float", "-", f"{plan.other_bytes / 2**20:.2f}", "-")
     table.add_row("total", "", "", f"{plan.stored_bytes / 2**20:.2f}", "")
     output.print(table)
+    for (name, why), number in reasons.items():
+        output.print(f"[{number}] {name}: {why}")
     output.print(f"weights in memory: about {plan.resident_bytes / 2**20:,.2f} MiB")
     if kv_plan is not None:
         output.print(str(kv_plan))
 
 
-def _reasons(refusals: Sequence[tuple[str, str]], note: str = "") -> str:
-    return "; ".join([*([note] if note else []), *(f"{name}: {why}" for name, why in refusals)]) or "-"
+def _marks(reasons: dict[tuple[str, str], int], refusals: Sequence[tuple[str, str]], note: str = "") -> str:
+    """What is said of a row: the note, and the numbers under which its refusals are listed below the table."""
+    marks = [f"[{reasons.setdefault(refusal, len(reasons) + 1)}]" for refusal in refusals]
+    return "; ".join([*([note] if note else []), *([" ".join(marks)] if marks else [])]) or "-"
 
 
 def _rows(linears: list[LinearReport], every_layer: bool) -> list[tuple[str, list[LinearReport]]]:

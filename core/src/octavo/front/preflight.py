@@ -12,6 +12,8 @@ from octavo.quant.weight import LinearLayer
 
 _RESERVE = 4 * 2**20
 """Bytes kept back from the sample of weights, for norms and scales of the KV cache."""
+_ENOUGH = 4_000_000
+"""Weights after which no further layer is sampled: to unpack them takes longer than to read them."""
 
 
 # --- what headers show
@@ -109,7 +111,9 @@ def sample(plan: ModelPlan, readable: list[LinearLayer], findings: Findings) -> 
         for layer in group.layers
     }
     stored = {layer: plan.checkpoint.stored(layer.name).values() for layer in readable if layer in chosen}
-    for layer in sorted(stored, key=lambda layer: sum(info.num_bytes for info in stored[layer])):
-        if findings.afford(sum(info.num_bytes for info in stored[layer]), _RESERVE):
+    numbers = 0
+    for layer in sorted(stored, key=lambda layer: layer.in_features * layer.out_features):
+        if numbers < _ENOUGH and findings.afford(sum(info.num_bytes for info in stored[layer]), _RESERVE):
+            numbers += layer.in_features * layer.out_features
             with findings.catching("values", layer.name):
                 findings.add(*odd_numbers(layer, stored_weight(plan, layer)))

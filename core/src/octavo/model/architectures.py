@@ -18,6 +18,7 @@ from octavo.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _LARGEST = 2**31 - 1  # of sizes: kernels index with 32 bits
+_MOST_LAYERS = 10_000  # so that a damaged number is refused before anything is made for each layer
 _MOST_POSITIONS = 2**24  # fp32, in which angles are computed, cannot tell later ones apart
 
 
@@ -129,7 +130,7 @@ def _llama(config: dict[str, Any]) -> DecoderConfig:
 
 def _mistral(config: dict[str, Any]) -> DecoderConfig:
     window = _window(config)
-    return _decoder(config, sliding_windows=() if window is None else (window,) * _whole(config, "num_hidden_layers"))
+    return _decoder(config, sliding_windows=() if window is None else (window,) * _layers(config))
 
 
 def _qwen2(config: dict[str, Any]) -> DecoderConfig:
@@ -182,7 +183,7 @@ def _decoder(config: dict[str, Any], **family: Any) -> DecoderConfig:
         vocab_size=_whole(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_whole(config, "intermediate_size"),
-        num_layers=_whole(config, "num_hidden_layers"),
+        num_layers=_layers(config),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -211,7 +212,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
 def _windows_by_layer(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Qwen's rule: windows only where `use_sliding_window` allows them, in the layers from `max_window_layers` up."""
     window = _window(config) if _flag(config, "use_sliding_window") else None
-    layers, full = _whole(config, "num_hidden_layers"), _whole(config, "max_window_layers", 28, least=0)
+    layers, full = _layers(config), _whole(config, "max_window_layers", 28, least=0)
     types = config.get("layer_types")
     if types is None:
         types = ["full_attention" if window is None or i < full else "sliding_attention" for i in range(layers)]
@@ -302,6 +303,13 @@ def _whole(config: Mapping[str, Any], key: str, default: int | None = None, leas
     if type(value) is not int or not least <= value <= _LARGEST:
         raise _bad_value(key, f"a whole number of at least {least}, below 2**31", value)
     return value
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    layers = _whole(config, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise _bad_value("num_hidden_layers", f"at most {_MOST_LAYERS}", layers)
+    return layers
 
 
 def _number(key: str, value: Any, zero: bool = False) -> float:

@@ -117,7 +117,7 @@ class _ShardedReader(CheckpointReader):
         files, weight_map = self._shards(path)
         for file in files:
             for info in self._headers(file):
-                if weight_map is not None and weight_map.get(info.name) != file.name:
+                if weight_map is not None and weight_map.get(info.name, file.name) != file.name:
                     continue
                 if (other := self._tensors.get(info.name)) is not None:
                     raise CheckpointError(
@@ -143,7 +143,7 @@ class _ShardedReader(CheckpointReader):
         names = sorted(set(weight_map.values()))
         if outside := [name for name in names if Path(name).name != name]:
             raise CheckpointError("the index points outside the model folder", file=str(index), found=outside[0])
-        missing = [name for name in names if not (folder / name).exists()]
+        missing = [name for name in names if not os.path.exists(folder / name)]  # unlike Path.exists, takes any text
         if missing and single.exists():
             logger.warning("%s names files that are missing (%s): %s is read instead", index, missing[0], single.name)
             return [single], None
@@ -246,6 +246,11 @@ class Checkpoint:
         """Names of all modules that hold tensors."""
         return self._by_module.keys()
 
+    @property
+    def may_hold_tokenizer(self) -> bool:
+        """Whether the container is of a kind that can hold a tokenizer."""
+        return type(self._reader).tokenizer is not CheckpointReader.tokenizer
+
     def tokenizer(self) -> Any | None:
         """The tokenizer that the container itself holds; None: it lies in files beside."""
         return self._reader.tokenizer()
@@ -313,7 +318,10 @@ def open_checkpoint(model: str, readers: Sequence[type[CheckpointReader]]) -> Ch
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
+        json.dumps(
+            content, ensure_ascii=False
+        ).encode()  # half of a surrogate pair is no text, and breaks what prints it
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read the file as JSON: {error}", file=str(file)) from None
     if not isinstance(content, dict):

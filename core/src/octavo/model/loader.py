@@ -29,9 +29,9 @@ from octavo.plugins import Registry
 from octavo.quant.detection import QUANT_SUFFIXES
 from octavo.quant.kv_scales import (
     KV_SCALE_FILE,
-    KV_SUFFIXES,
     KVScales,
     complete_kv_scales,
+    looks_like_kv_scale,
     read_kv_scales,
     scales_from_file,
 )
@@ -248,16 +248,19 @@ def load_kv_scales(plan: ModelPlan) -> tuple[KVScales, ...]:
 
 
 def account(plan: ModelPlan, unread: Sequence[str]) -> None:
-    """Complains about tensors that nobody read: an error where they look quantised, else one warning."""
+    """Complains about tensors that nobody read: an error where they look quantised or lie in a decoder layer, else a warning."""
     formats = set() if plan.quant is None else {*plan.quant.suffixes} - {"weight", "bias"}
-    suffixes = QUANT_SUFFIXES | KV_SUFFIXES | formats
-    quantised = [name for name in unread if name.rpartition(".")[2] in suffixes]
-    if quantised:
+    suffixes = {suffix.lower() for suffix in QUANT_SUFFIXES | formats}
+    quantised = [name for name in unread if name.rpartition(".")[2].lower() in suffixes or looks_like_kv_scale(name)]
+    lost = quantised or [name for name in unread if name.startswith(f"{plan.prefix}layers.")]
+    if lost:
+        pattern = f"*.{lost[0].rpartition('.')[2]}" if quantised else lost[0]
         raise CheckpointError(
-            f"{len(quantised)} tensor(s) of quantised data are not used: the model would compute something else",
+            f"{len(lost)} tensor(s) of {'quantised data' if quantised else 'decoder layers'} are not used: the model would "
+            "compute something else",
             file=str(plan.checkpoint.path),
-            found=", ".join(quantised[:8]) + (" ..." if len(quantised) > 8 else ""),
-            hint=f"if they may be left out, say --ignore-tensors '*.{quantised[0].rpartition('.')[2]}'",
+            found=", ".join(lost[:8]) + (" ..." if len(lost) > 8 else ""),
+            hint=f"if they may be left out, say --ignore-tensors '{pattern}'",
         )
     if unread:
         shown = ", ".join(unread[:8]) + (" ..." if len(unread) > 8 else "")

@@ -18,7 +18,8 @@ from octavo.plugins import Registry
 from octavo.quant.config import QuantConfig, TensorInfo
 from octavo.quant.detection import detect_format
 from octavo.quant.linear import DenseMethod, LinearRequest, ReferenceMethod, Selection, select_linear
-from octavo.quant.online import online_spec
+from octavo.quant.online import online_scheme, online_spec
+from octavo.quant.quantizer import rounded_spec
 from octavo.quant.weight import FLOAT, LinearLayer, WeightSpec
 
 logger = logging.getLogger(__name__)
@@ -164,13 +165,18 @@ class ModelPlan:
     def spec(self, layer: LinearLayer) -> WeightSpec:
         """What a layer's weight will be: as stored, or as it is quantised at load."""
         stored = self.stored_spec(layer)
-        return (self.online_spec(layer) or stored) if stored.is_float else stored
+        wanted = self.online_spec(layer) if stored.is_float else None
+        return stored if wanted is None else rounded_spec(wanted)
 
     def online_spec(self, layer: LinearLayer) -> WeightSpec | None:
         """What `--quantize-weights` makes of a layer that is stored as floats; None: it stays."""
-        short = layer.name.removeprefix(self.prefix)
-        spec = online_spec(layer, short, self.settings.online_schemes, self.registry.quant_configs)
+        if (scheme := self._online_scheme(layer)) is None:
+            return None
+        spec = online_spec(layer, scheme, self.registry.quant_configs)
         return replace(spec, activation=None) if spec is not None and layer == self.embedding else spec
+
+    def _online_scheme(self, layer: LinearLayer) -> str | None:
+        return online_scheme(layer, layer.name.removeprefix(self.prefix), self.settings.online_schemes)
 
     def stored_spec(self, layer: LinearLayer) -> WeightSpec:
         """What is stored for a layer; raises CheckpointError where it is neither quantised nor plain."""
@@ -258,9 +264,10 @@ class ModelPlan:
             else:
                 for layer, spec in specs.items():
                     self._report(LinearGroup(layer.name, (layer,)), spec, "not fused: members are stored differently")
-        embedding, own = self.spec(self.embedding), self.online_spec(self.tied_head)
+        embedding = self.spec(self.embedding)
         if self.head is None:  # its bytes in the file are the embedding's
-            spec = own or embedding
+            own = self.online_spec(self.tied_head) if self.stored_spec(self.embedding).is_float else None
+            spec = embedding if own is None else rounded_spec(own)
             request = self.request(self.tied_head.name, spec, [self.tied_head], False)
             choice = self.select(request)
             self.linears.append(
@@ -284,21 +291,31 @@ class ModelPlan:
                 raise ConfigError(f"--quantization {self.settings.quantization} was given and {text}")
             logger.warning("%s: %s", self.checkpoint.path, text)
         layers = [name for group in self.groups for name in (group.label, *(layer.name for layer in group.layers))]
+        stored = self._float_layers() if self.settings.quantize_weights else []
+        floats = [name for layer in stored for name in (layer.name, layer.name.removeprefix(self.prefix))]
+        if left := [layer for layer in stored if self._online_scheme(layer) and self.online_spec(layer) is None]:
+            logger.warning(
+                "--quantize-weights: '%s' cannot hold %s (%d inputs, %d outputs), it stays as it is%s",
+                self._online_scheme(left[0]),
+                left[0].name,
+                left[0].in_features,
+                left[0].out_features,
+                f", and {len(left) - 1} other layer(s)" if len(left) > 1 else "",
+            )
         for option, patterns, names in (
             ("linear-kernels", self.settings.linear_kernels, [*layers, "lm_head"]),
-            ("quantize-weights", filter(None, self.settings.quantize_weights), self._float_names()),
+            ("quantize-weights", filter(None, self.settings.quantize_weights), floats),
             ("ignore-tensors", self.settings.ignore_tensors, list(self.checkpoint.tensors)),
         ):
             for pattern in patterns:
                 if not matching(names, pattern):
                     logger.warning("--%s: nothing matches the pattern '%s'", option, pattern)
 
-    def _float_names(self) -> list[str]:
-        """All spellings of the layers that `--quantize-weights` may name: those that are stored as floats."""
-        layers = [layer for group in self.groups for layer in group.layers] + [self.embedding, self.tied_head]
-        floats = [layer.name for layer in layers if self.checkpoint.stored(layer.name).get("weight") is not None]
-        floats += [self.tied_head.name] if self.head is None else []
-        return [*floats, *(name.removeprefix(self.prefix) for name in floats)]
+    def _float_layers(self) -> list[LinearLayer]:
+        """The layers that `--quantize-weights` may change: those that are stored as floats, and a tied head."""
+        layers = [*(layer for group in self.groups for layer in group.layers), self.embedding]
+        floats = [layer for layer in layers if self.stored_spec(layer).is_float]
+        return [*floats, self.tied_head] if self.head is None and self.embedding in floats else floats
 
     def _report(self, group: LinearGroup, spec: WeightSpec, note: str = "") -> None:
         stored: list[dict[str, TensorInfo]] = [self.checkpoint.stored(layer.name) for layer in group.layers]

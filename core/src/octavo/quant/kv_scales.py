@@ -17,22 +17,6 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.quant.config import TensorInfo
 
-KV_SUFFIXES = frozenset(
-    [
-        "k_scale",
-        "v_scale",
-        "q_scale",
-        "kv_scale",
-        "output_scale",
-        "prob_output_scale",
-        "k_zero_point",
-        "v_zero_point",
-        "q_zero_point",
-        "output_zero_point",
-    ]
-)
-"""Last name parts by which a tensor that nobody read is known to belong to a KV cache."""
-
 KV_SCALE_FILE = "kv_cache_scales.json"
 """The side file of vLLM up to 0.6, {"kv_cache": {"scaling_factor": {"0": {"0": 0.0123, ...}}}}: by rank, then layer."""
 
@@ -61,6 +45,14 @@ class KVScales:
 
     k: Tensor
     v: Tensor
+
+
+def looks_like_kv_scale(name: str) -> bool:
+    """Whether a tensor that nobody read may belong to a KV cache, under whatever name: then it must not be dropped."""
+    module, _, last = name.rpartition(".")
+    known = {tail.replace("{}", side).rpartition(".")[2] for tail in (*_SPELLINGS, *_BOTH, *_UNUSED) for side in "kvq"}
+    known |= {tail.rpartition(".")[2] for tail in _ZERO_POINTS}
+    return last in known - {"scale"} or ("attn" in module and last.endswith(("scale", "scales", "zero_point")))
 
 
 def kv_scale_names(attention: str, tensors: Mapping[str, TensorInfo]) -> list[str]:
@@ -155,6 +147,8 @@ def _one_scale(values: Mapping[str, Tensor], kv_heads: int, tensors: Mapping[str
     for name, value in values.items():
         scale = value.float().flatten()
         place = {"file": tensors[name].file, "tensor": name}
+        if not value.dtype.is_floating_point:
+            raise CheckpointError(_NO_SCALE, **place, expected="a floating type", found=value.dtype)
         if scale.numel() not in (1, kv_heads):
             raise CheckpointError(
                 "a KV scale fits neither the tensor nor its heads",

@@ -24,25 +24,25 @@ def largest_group(in_features: int) -> int:
 SCHEMES: Mapping[str, Callable[[LinearLayer], WeightSpec | None]] = {
     "int8": lambda layer: WeightSpec("int8", (1, -1)),
     "int4": lambda layer: WeightSpec("uint4", (1, largest_group(layer.in_features)), has_zeros=True),
-    "fp8": lambda layer: WeightSpec("fp8_e4m3", (1, -1)),
 }
 """Weight-only schemes of core's own; a format's name means what the format makes (`QuantConfig.online_spec`)."""
 
 
-def online_spec(
-    layer: LinearLayer, short_name: str, schemes: Mapping[str, str], formats: Mapping[str, type[QuantConfig]]
-) -> WeightSpec | None:
-    """What a float layer becomes, None if it stays as it is.
+def online_scheme(layer: LinearLayer, short_name: str, schemes: Mapping[str, str]) -> str | None:
+    """The scheme that the settings name for a layer, None if it is to stay as it is.
 
     `schemes` maps patterns to scheme names, the first that matches the layer's name (or its `short_name`, without the model's
-    prefix) counts; the pattern "" stands for all linears of the decoder layers. Raises ConfigError for an unknown scheme.
+    prefix) counts; the pattern "" stands for all linears of the decoder layers.
     """
     names = (layer.name, short_name)
     scheme = next((s for p, s in schemes.items() if p and any(fnmatchcase(name, p) for name in names)), None)
     if scheme is None and short_name.startswith("layers."):
         scheme = schemes.get("")
-    if scheme is None or scheme == "float":
-        return None
+    return None if scheme == "float" else scheme
+
+
+def online_spec(layer: LinearLayer, scheme: str, formats: Mapping[str, type[QuantConfig]]) -> WeightSpec | None:
+    """What a float layer becomes in a scheme, None if the scheme cannot hold it; raises ConfigError for an unknown one."""
     if scheme in SCHEMES:
         return SCHEMES[scheme](layer)
     if scheme not in formats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -36,11 +37,16 @@ class RoundToNearest(Quantizer):
         return round_to_nearest(weight, spec)
 
 
-def round_to_nearest(weight: Tensor, spec: WeightSpec) -> QuantizedWeight:
-    """Quantises a float weight (out, in) to `spec`.
+def rounded_spec(spec: WeightSpec) -> WeightSpec:
+    """The spec of what `round_to_nearest` makes: unsigned codes get zeros, the midpoint where none are wanted."""
+    return replace(spec, has_zeros=spec.has_zeros or CODES[spec.code].low == 0, act_order=False)
 
-    The range of each group includes 0. Unsigned codes always get zeros (the midpoint if the spec has none, and the returned
-    spec says so). Scales are fp32; a group that is all zero gets scale 1 and decodes to exact zeros.
+
+def round_to_nearest(weight: Tensor, spec: WeightSpec) -> QuantizedWeight:
+    """Quantises a float weight (out, in) to `rounded_spec(spec)`.
+
+    The range of each group includes 0; it is symmetric unless the spec has zeros. Scales are fp32; a group that is all zero
+    gets scale 1 and decodes to exact zeros.
     """
     code = CODES[spec.code]
     rows, columns = weight.shape
@@ -64,10 +70,5 @@ def round_to_nearest(weight: Tensor, spec: WeightSpec) -> QuantizedWeight:
     if not code.dtype.is_floating_point:
         scaled = scaled.round()
     codes = scaled.clamp(code.low, code.high).to(code.dtype).flatten(2, 3).flatten(0, 1)[:rows, :columns]
-    has_zeros = code.low == 0 or spec.has_zeros
-    return QuantizedWeight(
-        WeightSpec(spec.code, spec.group_shape, has_zeros, False, spec.activation),
-        codes.contiguous(),
-        scales,
-        zeros if has_zeros else None,
-    )
+    made = rounded_spec(spec)
+    return QuantizedWeight(made, codes.contiguous(), scales, zeros if made.has_zeros else None)

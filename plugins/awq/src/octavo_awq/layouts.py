@@ -267,8 +267,9 @@ def _midpoints(scales: Tensor) -> Tensor:
 
 def _nibbles(zeros: Tensor) -> Tensor:
     """Zeros as uint8; raises ValueError where they are not integers in 0..15."""
-    if not bool(((zeros >= 0) & (zeros <= 15) & (zeros == zeros.round())).all()):
-        raise ValueError("zeros must be integers in 0..15")
+    wrong = zeros[(zeros < 0) | (zeros > 15) | (zeros != zeros.round())]
+    if wrong.numel():
+        raise ValueError(f"zeros must be integers in 0..15, {wrong.numel()} are not, {wrong[0]:g} among them")
     return zeros.to(torch.uint8)
 
 
