@@ -6,6 +6,7 @@ change nothing. Where it rightly changes the model, `excuse` knows it by name.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -13,6 +14,7 @@ import resource
 import runpy
 import signal
 import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,6 +123,13 @@ def _gguf(folder: Path) -> None:
     source.rmdir()
 
 
+def _bin(folder: Path) -> None:
+    """AWQ in a pickle, as the first AutoAWQ wrote it."""
+    quantised_model(folder, "awq", WeightSpec("uint4", (1, 32), True), sizes=SMALL)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
 _TOKEN, _STATIC = ActivationSpec("int8"), ActivationSpec("int8", "per_tensor", dynamic=False, symmetric=False)
 _GROUPS = ActivationSpec("fp8_e4m3", "per_group", group_size=32)
 _STATIC_FP8 = ActivationSpec("fp8_e4m3", "per_tensor", dynamic=False)
@@ -138,6 +147,7 @@ FOLDERS: Mapping[str, Callable[[Path], None]] = {
     "fp8_static": _quantised("fp8", WeightSpec("fp8_e4m3", (-1, -1), activation=_STATIC_FP8)),
     "fp8_blocks": _quantised("fp8", WeightSpec("fp8_e4m3", (16, 32), activation=_GROUPS)),
     "w8a8_int8": _quantised("w8a8_int8", WeightSpec("int8", (1, -1), activation=_TOKEN)),
+    "bin": _bin,
     "gguf": _gguf,
 }
 
@@ -168,7 +178,7 @@ class Subject:
 
     @property
     def tensor_files(self) -> list[str]:
-        return [name for name in self.healthy if name.endswith((".safetensors", ".gguf"))]
+        return [name for name in self.healthy if name.endswith((".safetensors", ".gguf", ".bin"))]
 
     def front(self, name: str) -> int:
         """How far the description reaches into a healthy file."""
@@ -342,9 +352,9 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 # --- damage
 
 
-def flip(chosen: random.Random, content: bytes, end: int) -> bytes:
-    """1 to 3 bytes before `end` changed, or in one case of eight the file cut off, or bytes put in or taken out."""
-    kind, at = chosen.randrange(16), chosen.randrange(end)
+def flip(chosen: random.Random, content: bytes, end: int, start: int = 0) -> bytes:
+    """1 to 3 bytes from `start` to `end` changed, or in some cases the file cut off there, or bytes put in or taken out."""
+    kind, at = chosen.randrange(16), chosen.randrange(start, end)
     if kind == 0:
         return content[:at]
     if kind == 1:
@@ -353,7 +363,7 @@ def flip(chosen: random.Random, content: bytes, end: int) -> bytes:
         return content[:at] + chosen.randbytes(chosen.randint(1, 9)) + content[at:]
     damaged = bytearray(content)
     for _ in range(chosen.randint(1, 3)):
-        at = chosen.randrange(end)
+        at = chosen.randrange(start, end)
         damaged[at] = chosen.choice([damaged[at] ^ 1 << chosen.randrange(8), chosen.randrange(256), *b'0189"[{,-'])
     return bytes(damaged)
 
@@ -547,7 +557,13 @@ def _changed_settings(subject: Subject, chosen: random.Random) -> tuple[str, byt
 
 def _flipped_header(subject: Subject, chosen: random.Random) -> tuple[str, bytes]:
     file = chosen.choice(subject.tensor_files)
-    return file, flip(chosen, subject.healthy[file], subject.front(file))
+    content = subject.healthy[file]
+    if file.endswith(".bin"):  # a zip file: the pickle is its first part, the list of parts its end
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            second = sorted(part.header_offset for part in archive.infolist())[1]
+            start, end = chosen.choice([(0, second), (archive.start_dir, len(content))])
+        return file, flip(chosen, content, end, start)
+    return file, flip(chosen, content, subject.front(file))
 
 
 def _changed_header(subject: Subject, chosen: random.Random) -> tuple[str, bytes]:

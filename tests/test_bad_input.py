@@ -90,7 +90,7 @@ def test_truncated_safetensors(tmp_path: Path, keep: int) -> None:
         load(tmp_path)
 
 
-def test_missing_shard(tmp_path: Path) -> None:
+def test_q26_missing_shard(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, shards=3)
     assert load(folder).generate("hi", SamplingParams(max_tokens=1), use_tqdm=False)
     (folder / "model-00002-of-00003.safetensors").unlink()
@@ -98,7 +98,7 @@ def test_missing_shard(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_index_that_names_a_tensor_its_file_lacks(tmp_path: Path) -> None:
+def test_q26_index_that_names_a_tensor_its_file_lacks(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, shards=2)
     file = folder / "model.safetensors.index.json"
     index = json.loads(file.read_text())
@@ -118,7 +118,7 @@ def test_index_that_points_outside(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_bin_checkpoints_equal_safetensors(tmp_path: Path) -> None:
+def test_q26_bin_checkpoints_equal_safetensors(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path)
     expected = load(folder).generate("hi", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -127,7 +127,7 @@ def test_bin_checkpoints_equal_safetensors(tmp_path: Path) -> None:
     assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
 
 
-def test_bin_with_code_in_it_is_refused(tmp_path: Path) -> None:
+def test_q26_bin_with_code_in_it_is_refused(tmp_path: Path) -> None:
     import pickle
 
     class Bomb:

@@ -73,7 +73,7 @@ def dequantised(folder: Path, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("listed", [["self_attn"], ["model.layers.0.self_attn", "model.layers.1.self_attn"], None])
-def test_v01_attention_left_unquantised(tmp_path: Path, listed: list[str] | None) -> None:
+def test_v01_q47_attention_left_unquantised(tmp_path: Path, listed: list[str] | None) -> None:
     folder = awq_model(tmp_path / "q", skip=["*self_attn*"], modules_to_not_convert=listed)
     llm = load(folder)
     specs = {r.layer: r.spec for r in llm.engine.model_info.linears}
@@ -82,7 +82,7 @@ def test_v01_attention_left_unquantised(tmp_path: Path, listed: list[str] | None
     assert tokens(llm) == tokens(load(dequantised(folder, tmp_path / "f")))
 
 
-def test_v01_one_member_of_a_fused_group_unquantised(tmp_path: Path) -> None:
+def test_v01_q44_one_member_of_a_fused_group_unquantised(tmp_path: Path) -> None:
     folder = awq_model(tmp_path / "q", skip=["*q_proj", "model.layers.1.mlp.up_proj"])
     llm = load(folder)
     reports = {r.layer: r for r in llm.engine.model_info.linears}
@@ -93,7 +93,7 @@ def test_v01_one_member_of_a_fused_group_unquantised(tmp_path: Path) -> None:
     assert tokens(llm) == tokens(load(dequantised(folder, tmp_path / "f")))
 
 
-def test_v01_bias_on_some_members_only(tmp_path: Path) -> None:
+def test_v01_q54_bias_on_some_members_only(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "m")
     stored = load_file(folder / "model.safetensors")
     stored["model.layers.0.self_attn.k_proj.bias"] = torch.full((32,), 0.5)
@@ -142,7 +142,7 @@ def test_v02_missing_part_of_a_quantised_layer(tmp_path: Path, suffix: str) -> N
     assert suffix in str(caught.value)
 
 
-def test_v02_missing_real_bias(tmp_path: Path) -> None:
+def test_v02_q54_missing_real_bias(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "Qwen2ForCausalLM")
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_proj\.bias"):
         load(edit(folder, remove=("model.layers.0.self_attn.k_proj.bias",)))
@@ -163,12 +163,12 @@ def test_v02_unread_quantised_data_is_refused(tmp_path: Path, suffix: str) -> No
     assert tokens(load(folder, ignore_tensors=(f"*.{suffix}",)))
 
 
-def test_v02_harmless_tensors_pass_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_v02_q51_harmless_tensors_pass_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(edit(tiny_model(tmp_path), add={"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_v02_tied_head_may_be_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_v02_q53_tied_head_may_be_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert tokens(load(tiny_model(tmp_path / "tied", tie=True)))
     untied = tiny_model(tmp_path / "untied")
     expected = tokens(load(untied))
@@ -183,7 +183,7 @@ def test_v02_tied_head_may_be_absent(tmp_path: Path, caplog: pytest.LogCaptureFi
         load(untied)
 
 
-def test_v02_stray_copy_of_a_tied_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_v02_q53_stray_copy_of_a_tied_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tiny_model(tmp_path, tie=True)
     expected = tokens(load(folder))
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
@@ -211,7 +211,7 @@ def test_v02_scales_that_are_no_numbers(tmp_path: Path, value: float) -> None:
     assert "model.safetensors" in str(caught.value)
 
 
-def test_v02_scaled_activation_is_applied(tmp_path: Path) -> None:
+def test_v02_q55_scaled_activation_is_applied(tmp_path: Path) -> None:
     """AWQ may move a factor from the activation into down_proj: `act(x) / scales` restores it."""
     folder = awq_model(tmp_path / "q")
     plain = tokens(load(folder))
@@ -257,7 +257,7 @@ def test_v03_unknown_method_names_what_is_installed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
-def test_v03_settings_in_the_old_side_file(tmp_path: Path, name: str) -> None:
+def test_v03_q01_q57_settings_in_the_old_side_file(tmp_path: Path, name: str) -> None:
     folder = awq_model(tmp_path)
     expected = tokens(load(folder))
     settings = json.loads((folder / "config.json").read_text())
@@ -268,7 +268,7 @@ def test_v03_settings_in_the_old_side_file(tmp_path: Path, name: str) -> None:
     assert tokens(load(folder)) == expected
 
 
-def test_v03_no_settings_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_v03_q01_no_settings_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = awq_model(tmp_path)
     expected = tokens(load(folder))
     settings = json.loads((folder / "config.json").read_text())
@@ -283,7 +283,7 @@ def test_v03_unknown_key_is_reported_once(tmp_path: Path, caplog: pytest.LogCapt
     assert len([r for r in caplog.records if "foo" in r.getMessage()]) == 1
 
 
-def test_v03_two_files_disagree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_v03_q03_two_files_disagree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = awq_model(tmp_path)
     (folder / "quantize_config.json").write_text(json.dumps({**AWQ, "group_size": 64}))
     assert tokens(load(folder))
@@ -291,7 +291,7 @@ def test_v03_two_files_disagree(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "quantize_config.json" in caplog.text
 
 
-def test_v03_group_size_that_the_tensors_deny(tmp_path: Path) -> None:
+def test_v03_q05_group_size_that_the_tensors_deny(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(awq_model(tmp_path, group_size=64))
     assert all(part in str(caught.value) for part in ("64", "32", "model.layers.0"))
@@ -300,7 +300,7 @@ def test_v03_group_size_that_the_tensors_deny(tmp_path: Path) -> None:
 # --- V04: conventions for zeros that differ by one
 
 
-def test_v04_symmetric_zeros_stored_off_by_one_are_refused(tmp_path: Path) -> None:
+def test_v04_q06_symmetric_zeros_stored_off_by_one_are_refused(tmp_path: Path) -> None:
     folder = tiny_model(
         tmp_path,
         quantize=(AWQConfig(bits=4, group_size=32), WeightSpec("uint4", (1, 32))),
@@ -376,7 +376,7 @@ def test_v05_members_with_different_order_are_not_fused() -> None:
 
 
 @pytest.mark.parametrize("bound", [16, 24, 33])
-def test_v05_slices_keep_the_order(bound: int) -> None:
+def test_v05_q42_slices_keep_the_order(bound: int) -> None:
     weight = ordered(3)
     parts = [weight.slice_in(0, bound), weight.slice_in(bound, 64)]
     assert torch.equal(torch.cat([p.dequantize() for p in parts], dim=1), weight.dequantize())

@@ -15,7 +15,16 @@ from safetensors.torch import load_file, save_file
 from support import registry
 from torch import Tensor
 
-from octavo import Checkpoint, EngineConfig, LinearLayer, Registry, WeightSpec, round_to_nearest
+from octavo import (
+    ActivationSpec,
+    Checkpoint,
+    EngineConfig,
+    LinearLayer,
+    QuantSource,
+    Registry,
+    WeightSpec,
+    round_to_nearest,
+)
 from octavo.cli import main
 from octavo.front import doctor as doctor_module
 from octavo.front.doctor import Diagnosis, examine
@@ -26,6 +35,7 @@ from octavo_awq.config import AWQConfig
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 DOWN = "model.layers.1.mlp.down_proj"
+ACT = "model.layers.1.mlp.act"
 KINDS = {
     "attention",
     "chat_template",
@@ -84,6 +94,18 @@ def found(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 def sharded(folder: Path) -> Path:
     return tiny_model(folder, shards=3)
+
+
+def embedding_with_inputs(folder: Path) -> Path:
+    if (kind := registry().quant_configs.get("w8a8_int8")) is None:
+        pytest.skip("no installed plugin reads quantised inputs")
+    spec = WeightSpec("int8", (1, -1), activation=ActivationSpec("int8"))
+    settings = kind.parse(QuantSource({}, "test"))
+    stored = load_file(tiny_model(folder, settings=settings.settings()) / "model.safetensors")
+    table = stored["model.embed_tokens.weight"]
+    layer = LinearLayer("model.embed_tokens", table.shape[1], table.shape[0])
+    packed = settings.serialise(layer, round_to_nearest(table, spec))
+    return edit(folder, add={f"{layer.name}.{suffix}": tensor for suffix, tensor in packed.items()})
 
 
 def fill(value: float) -> Callable[[Tensor], Tensor]:
@@ -212,6 +234,37 @@ CASES: dict[str, Case] = {
         "warning",
         "log",
         "not used: model.extra.weight",
+    ),
+    "float weight beside a quantised one": (
+        lambda p: edit(awq_model(p), add={f"{DOWN}.weight": torch.ones(64, 128)}),
+        "error",
+        "unread_tensors",
+        f"{DOWN}.weight",
+    ),
+    "bias of the last norm": (
+        lambda p: edit(tiny_model(p), add={"model.norm.bias": torch.ones(64)}),
+        "error",
+        "unread_tensors",
+        "model.norm.bias",
+    ),
+    "bias of an embedding": (
+        lambda p: edit(tiny_model(p), add={"model.embed_tokens.bias": torch.ones(288)}),
+        "error",
+        "layer",
+        "an embedding has no bias",
+    ),
+    "embedding of quantised inputs": (embedding_with_inputs, "error", "layer", "cannot be looked up"),
+    "divisor of another size": (
+        lambda p: edit(awq_model(p), add={f"{ACT}.scales": torch.ones(4)}),
+        "error",
+        "layer",
+        "config.json implies",
+    ),
+    "divisor of 0": (
+        lambda p: edit(awq_model(p), add={f"{ACT}.scales": torch.arange(128) / 9}),
+        "error",
+        "values",
+        "divided by 0",
     ),
     "unread quantised data": (
         lambda p: edit(awq_model(p), add={f"{DOWN}.input_scale": torch.ones(1)}),

@@ -98,6 +98,14 @@ def test_v13_bad_values_are_refused_by_name(tmp_path: Path, side: str, value: fl
     assert load(tmp_path, ignore_tensors=("*.k_scale", "*.v_scale")).kv_scales == ()
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_v13_scales_that_are_no_floats_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A header that calls the bits of 0.5 an integer would make a scale of 1,056,964,608."""
+    with pytest.raises(CheckpointError, match=r"v_scale(.|\n)*a floating type") as caught:
+        load(scaled(tmp_path, {"k_scale": 0.5, "v_scale": torch.ones(1, dtype=dtype)}))
+    assert str(dtype) in str(caught.value)
+
+
 def test_v13_one_bad_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.v_scale"):
         load(scaled(tmp_path, {"k_scale": 0.5, "v_scale": torch.tensor([0.5, 0.0])}))

@@ -53,10 +53,10 @@ def test_groups_with_a_short_last_one() -> None:
     assert (back - X).abs().max() < 0.07
 
 
-@pytest.mark.parametrize("activation", [TOKEN, ASYMMETRIC, ActivationSpec("fp8_e4m3")], ids=str)
+@pytest.mark.parametrize("activation", [TOKEN, ASYMMETRIC, STATIC, ActivationSpec("fp8_e4m3")], ids=str)
 def test_q32_rows_of_zeros_and_of_no_numbers(activation: ActivationSpec) -> None:
     x = torch.stack([torch.zeros(8), torch.full((8,), torch.nan), torch.arange(8.0)])
-    codes, scales, zeros = quantize_inputs(x, activation)
+    codes, scales, zeros = quantize_inputs(x, activation, torch.tensor(0.06))
     back = dequantize_inputs(codes, scales, zeros, activation)
     assert not back[0].any()
     assert torch.isnan(back[1]).all(), "what is no number must not become one"

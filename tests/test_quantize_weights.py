@@ -256,6 +256,16 @@ def test_what_a_scheme_cannot_hold_stays_and_is_told(tmp_path: Path, caplog: pyt
     assert "and 5 other layer(s)" in caplog.text
 
 
+def test_the_head_of_a_nested_model_has_its_short_name(untied: Path, tmp_path: Path) -> None:
+    tensors = {f"language_model.{name}": t for name, t in load_file(untied / "model.safetensors").items()}
+    for file in untied.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    schemes = "lm_head=int8,layers.0.mlp.*=int8"
+    assert loaded(load(tmp_path, quantize_weights=schemes))["language_model.lm_head"] == "int8 channel"
+    assert torch.equal(logits(tmp_path, quantize_weights=schemes), logits(untied, quantize_weights=schemes))
+
+
 # --- mistakes
 
 
@@ -269,6 +279,11 @@ def test_unknown_schemes_are_answered_with_the_known(
     message = capsys.readouterr().err
     assert "no scheme 'int9'" in message
     assert all(known in message for known in ("int8", "int4", "float", "awq"))
+
+
+def test_unknown_schemes_are_refused_where_nothing_would_use_them(untied: Path) -> None:
+    with pytest.raises(ConfigError, match="no scheme 'int9'"):
+        load(untied, quantize_weights="lm_head=int8,*.nothing=int9")
 
 
 def test_a_bare_option_without_a_format_is_refused(untied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,41 @@ class Slightly(Tuned):
         return super().forward(x) * 1.001
 
 
+class WrongSingleRow(Tuned):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.01 if len(x) == 1 else 1.0)
+
+
+class WrongRest(Tuned):
+    """Forgets the rows that do not fill its tile of 16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).clone()
+        if len(x) > 16:
+            y[len(x) // 16 * 16 :] = 0
+        return y
+
+
+class WrongMiddle(Tuned):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).clone()
+        y[:, y.shape[1] // 2] += 0.1
+        return y
+
+
+class NoNumberForZeros(Tuned):
+    """Divides by the largest input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = x.abs().amax(1, keepdim=True)
+        return super().forward(x / largest) * largest
+
+
+class WrongBeyond128Inputs(Tuned):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.where(torch.arange(x.shape[1]) < 128, x, 0))
+
+
 def prepared(kind: type[LinearMethod], out_features: int = 72) -> tuple[LinearMethod, QuantizedWeight, LinearRequest]:
     weight = round_to_nearest(torch.randn(out_features, 96, generator=torch.Generator().manual_seed(1)), INT4)
     request = LinearRequest("model.layers.7.mlp.up_proj", INT4, 96, out_features, False, torch.float32, CPU)
@@ -72,12 +107,35 @@ def test_a_right_kernel_passes(out_features: int) -> None:
     self_test(*prepared(Tuned, out_features))
 
 
-@pytest.mark.parametrize("kind", [WrongTail, WrongZeros, NotANumber, WrongType, Slightly])
+WRONG = [WrongTail, WrongZeros, NotANumber, WrongType, Slightly, WrongSingleRow, WrongRest, NoNumberForZeros]
+
+
+@pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_kernel_is_named_with_layer_and_error(kind: type[LinearMethod]) -> None:
     with pytest.raises(NoKernelError) as caught:
         self_test(*prepared(kind))
     text = str(caught.value)
     assert all(part in text for part in ("'tuned'", "model.layers.7.mlp.up_proj", "uint4 g32", "--no-self-test"))
+
+
+def test_the_middle_of_a_large_layer_is_compared_too() -> None:
+    with pytest.raises(NoKernelError, match=r"output 250 of row 0"):
+        self_test(*prepared(WrongMiddle, 500))
+
+
+@pytest.mark.parametrize("shape", [(1, -1), (-1, -1), (1, 32), (128, 128), (48, 32)])
+def test_groups_that_lie_across_the_compared_outputs(shape: tuple[int, int]) -> None:
+    spec = Spec("int8", shape)
+    weight = round_to_nearest(torch.randn(500, 96, generator=torch.Generator().manual_seed(1)), spec)
+    request = LinearRequest("model.layers.7.mlp.up_proj", spec, 96, 500, False, torch.float32, CPU)
+    self_test(ReferenceMethod(weight, request), weight, request)
+
+
+def test_each_length_of_input_is_tested(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path, intermediate_size=160)
+    broken = replace(registry(), linear_methods=(*registry().linear_methods, WrongBeyond128Inputs))
+    with pytest.raises(NoKernelError, match=r"failed its self-test on model\.layers\.0\.mlp\.down_proj"):
+        LLM(str(folder), registry=broken, quantize_weights="int4", num_blocks_override=8)
 
 
 def test_the_engine_refuses_to_start_unless_told(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class EngineConfig(BaseModel):
         1, ge=1, description="Workers that share each layer.", json_schema_extra={"short": "-tp"}
     )
     ignore_tensors: Names = Field(
-        (), description="Patterns of tensors in the checkpoint to leave unread without complaint."
+        (), description="Patterns of tensors in the checkpoint that may stay unread without complaint."
     )
     disable_plugins: Names = Field((), description="Plugins not to load, by name.")
     strict_plugins: bool = Field(False, description="Refuse to start if any plugin fails to load.")

@@ -106,7 +106,7 @@ def test_interleaved_words_of_all_bit_patterns_survive():
     assert torch.equal(pack_interleaved(unpack_interleaved(words)), words)
 
 
-def test_padded_words_of_known_layers():
+def test_q16_padded_words_of_known_layers():
     known = {(512, 64): 2, (512, 32): 4, (11008, 128): 11, (512, 128): 1, (11008, 64): 22, (64, 64): 2, (4096, 4096): 1}
     assert {sizes: padded_words(*sizes) for sizes in known} == known
     assert padded_words(512, 16) is None
@@ -197,7 +197,7 @@ def test_random_files_decode_as_the_independent_decoder_says(oracle, version, ou
         assert np.abs(found - expected).max() <= 1e-6 * np.abs(expected).max()
 
 
-def test_group_size_may_be_absent_where_the_scales_tell_it(headers):
+def test_q05_group_size_may_be_absent_where_the_scales_tell_it(headers):
     for version in LAYOUTS:
         for group in (32, 64, 128):
             layer = LinearLayer("layer", 384, 24)
@@ -217,7 +217,7 @@ def test_gemm_takes_any_group_size_that_divides(headers):
 
 
 @pytest.mark.parametrize("version", ["gemm", "gemv"])
-def test_symmetric_zeros_are_8_where_none_are_stored(version, headers):
+def test_q06_symmetric_zeros_are_8_where_none_are_stored(version, headers):
     layer, config = LinearLayer("layer", 64, 8), AWQConfig(group_size=32, zero_point=False, version=version)
     weight = random_weight(8, 64, 32, symmetric=True)
     tensors = config.serialise(layer, weight)

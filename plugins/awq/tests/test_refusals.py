@@ -40,7 +40,7 @@ def test_an_unquantised_layer_is_none(headers):
     ("label", "actual"),
     [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b and {a, b} != {"gemv_fast", "llm-awq"}],  # these lie alike
 )
-def test_wrong_version_is_refused_with_both_facts(label, actual, out_features, headers):
+def test_q08_wrong_version_is_refused_with_both_facts(label, actual, out_features, headers):
     layer = replace(LAYER, out_features=out_features)
     tensors = AWQConfig(version=actual).serialise(layer, weight(layer))
     assert AWQConfig(version=actual, group_size=32).spec_for(layer, headers(tensors)) == SPEC
@@ -75,7 +75,7 @@ def test_a_g_idx_beside_awq_shapes_is_refused(headers):
     assert "GPTQ" in refusal(AWQConfig().spec_for, LAYER, headers(tensors))
 
 
-def test_marlin_tiles_are_named(headers):
+def test_q09_marlin_tiles_are_named(headers):
     tensors = {"qweight": torch.zeros(8, 128, dtype=torch.int32), "scales": torch.ones(4, 64, dtype=torch.float16)}
     message = refusal(AWQConfig().spec_for, LAYER, headers(tensors))
     for fact in ("Marlin tiles", "(8, 128)", "export the model again with version gemm"):
@@ -122,7 +122,7 @@ def test_group_size_that_only_the_padding_contradicts_is_refused(version, stored
     assert f"with group_size {claimed}" in message
 
 
-def test_group_size_must_divide(headers):
+def test_q38_group_size_must_divide(headers):
     tensors = AWQConfig().serialise(LAYER, weight())
     message = refusal(AWQConfig(group_size=96).spec_for, LAYER, headers(tensors))
     assert "in_features 128 is not a multiple of group_size 96" in message
@@ -138,7 +138,7 @@ def test_group_size_that_nothing_tells_is_asked_for(headers):
 
 
 @pytest.mark.parametrize("out_features", [4, 12, 172])
-def test_outputs_must_fill_words(out_features, headers):
+def test_q39_outputs_must_fill_words(out_features, headers):
     layer = LinearLayer("model.layers.0.mlp.up_proj", 128, out_features)
     tensors = {
         "qweight": torch.zeros(128, -(-out_features // 8), dtype=torch.int32),
@@ -182,7 +182,7 @@ def test_a_tensor_that_the_layout_does_not_have_is_refused(headers):
 
 
 @pytest.mark.parametrize("version", LAYOUTS)
-def test_stored_zeros_of_a_symmetric_file_must_be_8(version):
+def test_q06_stored_zeros_of_a_symmetric_file_must_be_8(version):
     tensors = AWQConfig(version=version).serialise(LAYER, weight())
     message = refusal(AWQConfig(version=version, zero_point=False).canonicalise, LAYER, tensors)
     for fact in (LAYER.name, "zero_point: false", "8 everywhere", "zeros from 0 to 3"):

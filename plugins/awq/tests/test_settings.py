@@ -60,7 +60,7 @@ def gptq_tensors(g_idx=True, bits=4, layer="model.layers.0.mlp.up_proj"):
         ({}, (None, True, "gemm")),
     ],
 )
-def test_v03_settings_in_every_spelling(raw, expected):
+def test_v03_q05_q07_settings_in_every_spelling(raw, expected):
     config = parse(quant_method="awq", **raw)
     assert (config.group_size, config.zero_point, config.layout.name) == expected
     assert config.unread_keys == ()
@@ -114,7 +114,7 @@ def test_settings_that_cannot_be_are_refused(raw, facts):
 
 
 @pytest.mark.parametrize("version", LAYOUTS)
-def test_tensors_without_settings_are_recognised_and_settings_inferred(version):
+def test_q01_q57_tensors_without_settings_are_recognised_and_settings_inferred(version):
     tensors = awq_tensors(version)
     assert AWQConfig.detect(None, tensors)
     assert AWQConfig.infer(tensors) == {"bits": 4, "version": version, "zero_point": True}

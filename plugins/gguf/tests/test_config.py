@@ -72,6 +72,14 @@ def test_the_configuration_is_the_folders(architecture: str, tie: bool, convert:
     assert found == expected
 
 
+def test_keys_of_the_model_that_nobody_reads_are_told(config: Configured, caplog: pytest.LogCaptureFixture) -> None:
+    config(("add_vocab_size", 288), ("add_string", "llama.tensor_data_layout", "Meta AI original pth"))
+    assert not caplog.records
+    config(("add_float32", "llama.new.multiplier", 2.0), ("add_float32", "llama.rope.scaling.factor", 2.0))
+    (told,) = caplog.messages
+    assert "keys of the model that are not understood: new.multiplier, rope.scaling.factor" in told
+
+
 def test_head_size_follows_from_the_sizes(config: Configured) -> None:
     assert config(leave_out=["attention.key_length", "attention.value_length"])["head_dim"] == 16
 

@@ -162,6 +162,9 @@ def entry(content: bytes, name: bytes = b"output_norm.weight") -> int:
         (12, "<I", 12, "no whole blocks of Q4_K"),
         (16, "<Q", 2**62, "does not lie where the file says"),
         (16, "<Q", 3, "does not lie where the file says"),
+        (16, "<Q", 0, "does not lie where the file says"),  # where another tensor lies
+        (16, "<Q", 64, "does not lie where the file says"),
+        (12, "<I", 1, "data follow the last tensor"),  # F16, half as long
         (16, "<Q", 2**64 - 1, "does not lie where the file says"),
     ],
 )

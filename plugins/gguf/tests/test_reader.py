@@ -318,10 +318,14 @@ def test_a_sentencepiece_vocabulary_begins_with_bos(convert: Convert) -> None:
         ("add_bos_token_id", 1),
         ("add_eos_token_id", 2),
     ]
-    keys = ["pre", "merges", "padding_token_id"]
-    options = {"leave_out": [f"tokenizer.ggml.{key}" for key in keys], "metadata": metadata}
-    tokenizer = GGUFReader(convert(options=options)[1]).tokenizer()
+    leave_out = [f"tokenizer.ggml.{key}" for key in ("pre", "merges", "padding_token_id")]
+    tokenizer = GGUFReader(convert(options={"leave_out": leave_out, "metadata": metadata})[1]).tokenizer()
     assert tokenizer.encode("a") == [1, 3]
+    assert tokenizer.decode([3, 3]) == "a a"
+    metadata.append(("add_add_space_prefix", False))
+    tokenizer = GGUFReader(convert(options={"leave_out": leave_out, "metadata": metadata})[1]).tokenizer()
+    assert tokenizer.encode("a a") == [1, 4, 3]
+    assert tokenizer.decode([3, 3]) == " a a"
 
 
 @pytest.mark.parametrize(

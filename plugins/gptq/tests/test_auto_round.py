@@ -62,10 +62,10 @@ def test_layers_of_extra_config_have_their_own_settings(headers: Any) -> None:
         DOWN: {"bits": 8, "group_size": 128, "sym": False, "data_type": "int"},
         ".*gate_proj": {"bits": 2},
         "lm_head": {"bits": 16},
-        "self_attn": {"bits": 32, "data_type": "float"},
+        "self_attn": {"bits": 32, "data_type": "float"},  # of a layer that stays as it is, so no type to refuse
         UP: {},
     }
-    config = GPTQConfig.parse(source(extra_config={**extra, "self_attn": {"bits": 32}}))
+    config = GPTQConfig.parse(source(extra_config=extra))
     own = config.for_layer(DOWN)
     assert (own.bits, own.group_size, own.sym) == (8, 128, False)
     assert config.for_layer("model.layers.3.mlp.gate_proj").bits == 2
@@ -85,6 +85,14 @@ def test_exact_names_come_before_patterns() -> None:
     assert config.for_layer(DOWN).bits == 8
     assert config.for_layer(UP).bits == 2
     assert config.for_layer("model.layers.0.self_attn.q_proj").bits == 4
+
+
+@pytest.mark.parametrize("fused", ["model.layers.3.self_attn.qkv_proj", r".*\.3\..*qkv_proj"])
+def test_q48_settings_of_a_fused_module_are_those_of_its_members(fused: str) -> None:
+    config = GPTQConfig.parse(source(extra_config={fused: {"bits": 8}}))
+    for name, bits in (("qkv_proj", 8), ("q_proj", 8), ("k_proj", 8), ("v_proj", 8), ("o_proj", 4)):
+        assert config.for_layer(f"model.layers.3.self_attn.{name}").bits == bits
+        assert config.for_layer(f"model.layers.4.self_attn.{name}").bits == 4
 
 
 def test_layers_of_16_bits_are_plain_and_told_where_they_are_not(
@@ -193,6 +201,14 @@ def test_settings_that_are_compressed_tensors_already_keep_their_groups() -> Non
 def test_compressed_tensors_of_other_types_are_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="mx_fp"):
         GPTQConfig.translate(source(packing_format="auto_round:llm_compressor", data_type="mx_fp"))
+
+
+@pytest.mark.parametrize(("packing", "stated"), [("auto_round:auto_gptq", "gptq_v2"), ("auto_round", "gptq")])
+def test_a_convention_that_contradicts_the_packing_is_refused(packing: str, stated: str) -> None:
+    """Each of the two would move every weight by one step if the other were right."""
+    with pytest.raises(CheckpointError, match="checkpoint_format contradicts packing_format") as caught:
+        GPTQConfig.parse(source(packing_format=packing, checkpoint_format=stated))
+    assert repr(stated) in str(caught.value)
 
 
 def test_settings_of_gptq_itself_are_not_translated() -> None:

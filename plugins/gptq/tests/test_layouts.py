@@ -202,7 +202,7 @@ def test_q10_v2_zeros_are_taken_as_they_are(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_q13_zero_of_0_is_stored_as_all_ones_and_comes_back_as_0(bits: int) -> None:
+def test_q13_q37_zero_of_0_is_stored_as_all_ones_and_comes_back_as_0(bits: int) -> None:
     every = torch.arange(2**bits, dtype=torch.uint8)[None]
     shifted = stored_zeros(every, bits, shifted=True)
     assert shifted[0, 0] == 2**bits - 1

@@ -117,7 +117,7 @@ def test_q39_layers_that_do_not_fill_words_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("inputs", "groups", "found"), [(128, 1, -1), (128, 4, 32), (192, 2, 96), (576, 9, 64), (80, 3, 32)]
+    ("inputs", "groups", "found"), [(128, 1, -1), (128, 4, 32), (192, 3, 64), (384, 4, 96), (576, 9, 64), (80, 3, 32)]
 )
 def test_q05_group_size_is_taken_from_the_rows_of_scales(inputs: int, groups: int, found: int, headers: Any) -> None:
     layer = LinearLayer("layer", inputs, 8)
@@ -137,13 +137,23 @@ def test_q05_group_size_of_minus_1_over_several_groups_is_told(headers: Any, cap
     assert torch.equal(read.dequantize(), weight().dequantize())
 
 
-def test_q05_uncertain_group_size_is_asked_for(headers: Any) -> None:
-    layer = LinearLayer("layer", 200, 8)  # 3 groups: 67 to 99 inputs, none of the usual sizes
-    stored = {"qweight": words(25, 8), "qzeros": words(3, 1), "scales": torch.ones(3, 8)}
-    message = refusal(parse(group_size=None).spec_for, layer, headers(stored))
-    assert "implies no group_size" in message
-    assert "add group_size" in message
-    assert parse(group_size=80).spec_for(layer, headers(stored)) == WeightSpec("uint4", (1, 80), has_zeros=True)
+@pytest.mark.parametrize("stated", [None, -1])
+@pytest.mark.parametrize(
+    ("inputs", "groups", "true"),
+    [
+        (200, 3, 80),  # 67 to 99 inputs, none of the usual sizes
+        (192, 2, 128),  # 96 and 96, or 128 and 64
+    ],
+)
+def test_q05_q38_uncertain_group_size_is_asked_for(
+    stated: int | None, inputs: int, groups: int, true: int, headers: Any
+) -> None:
+    layer = LinearLayer("layer", inputs, 8)
+    stored = {"qweight": words(inputs // 8, 8), "qzeros": words(groups, 1), "scales": torch.ones(groups, 8)}
+    message = refusal(parse(group_size=stated).spec_for, layer, headers(stored))
+    assert f"implies no group_size, and the settings say {stated or 'none'}" in message.lower()
+    assert "set group_size" in message
+    assert parse(group_size=true).spec_for(layer, headers(stored)) == WeightSpec("uint4", (1, true), has_zeros=True)
 
 
 def test_q38_a_short_last_group_is_read(headers: Any) -> None:

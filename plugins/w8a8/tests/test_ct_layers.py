@@ -426,12 +426,14 @@ def test_q54_a_bias_is_used_if_it_is_stored(headers):
 def test_q47_layers_that_settings_quantise_may_be_plain(headers, caplog):
     config = make(INT8, TOKEN)
     layer = replace(LAYER, name="model.layers.7.mlp.q47_proj")
+    plain = headers({"weight": torch.zeros(32, 64), "bias": torch.zeros(32)}, layer.name)
     with caplog.at_level(logging.WARNING):
-        assert (
-            config.spec_for(layer, headers({"weight": torch.zeros(32, 64), "bias": torch.zeros(32)}, layer.name))
-            is None
-        )
-    assert "model.layers.*.mlp.q47_proj is stored as plain numbers" in caplog.text
+        assert config.spec_for(layer, plain) is None
+        assert config.spec_for(replace(layer, name=layer.name.replace("layers.7", "layers.8")), plain) is None
+    (told,) = caplog.messages
+    assert "model.layers.*.mlp.q47_proj is stored as plain numbers" in told
+    assert make(INT8, TOKEN).spec_for(layer, plain) is None
+    assert caplog.messages == [told] * 2  # another checkpoint is told of its own
     assert config.spec_for(layer, {}) is None
 
 
@@ -441,6 +443,7 @@ def test_q46_layers_that_settings_ignore_may_be_quantised(ignore, headers, caplo
     config = make(INT8, TOKEN, ignore=[ignore])
     with caplog.at_level(logging.WARNING):
         assert config.spec_for(layer, headers(int8_tensors(), layer.name)) is not None
+    assert "model.layers.*.mlp.q46_proj is stored quantised, though settings ignore it" in caplog.text
 
 
 def test_q67_ignore_takes_names_of_classes(headers, caplog):
@@ -493,6 +496,9 @@ def test_q52_heads_and_embeddings_are_quantised_if_their_tensors_are(name, targe
         (INT8, {**STATIC, "symmetric": False}, {"input_scale": torch.ones(1)}, ["input_zero_point is missing"]),
         (INT8, STATIC, {"input_scale": torch.ones(32)}, ["input_scale", "(1,)", "(32,)"]),
         (INT8, STATIC, {"input_scale": torch.ones(1, dtype=torch.int8)}, ["input_scale", "torch.int8"]),
+        (INT8, STATIC, {"input_scale": torch.zeros(1)}, ["input_scale is no scale", "[0.0]"]),
+        (INT8, STATIC, {"input_scale": -torch.ones(1)}, ["input_scale is no scale", "[-1.0]"]),
+        (FP8, None, {"weight": torch.full((32, 64), torch.nan).to(torch.float8_e4m3fn)}, ["2048 code(s) that are NaN"]),
         (INT8, None, {"input_scale": torch.ones(1)}, ["inputs are not quantised", "input_activations"]),
         (
             INT8,

@@ -33,6 +33,15 @@ def test_words_of_the_reference_packer(codes, bits, expected):
     assert torch.equal(unpack(words([expected]), bits, len(codes)), signed(codes, bits))
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_q39_a_single_column_of_any_stride(bits):
+    """Few outputs and many groups: one word each, transposed, which torch calls contiguous."""
+    packed = pack(torch.arange(5 * (32 // bits)).remainder(2**bits).to(torch.uint8).reshape(5, -1), bits)[:, :1]
+    turned = packed.reshape(1, 5).clone().T
+    assert turned.stride(-1) == 5
+    assert torch.equal(unpack(turned, bits, 32 // bits), unpack(packed.clone(), bits, 32 // bits))
+
+
 def test_words_of_the_old_packing():
     old = words([[0x08FAC688, 0x1A23EB1A, 0x2C688FAC, 0x0000003E]])
     codes = signed([i % 8 - 4 for i in range(32)], 3)

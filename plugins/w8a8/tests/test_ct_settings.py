@@ -364,6 +364,8 @@ def test_two_opinions_about_k_and_v_are_refused():
             ["output_activations", "k_proj and v_proj"],
         ),
         ({"config_groups": {"a": group(["re:(["])}}, ["re:([", "regular expression"]),
+        ({"config_groups": {"a": group(["re:(.*)*[!]"])}}, ["re:(.*)*[!]", "could take for ever"]),
+        ({"ignore": [f"re:{'.*' * 9}x"]}, ["'ignore'", "more than 8 open repeats"]),
         ({"ignore": ["re:*"]}, ["'ignore'", "re:*", "regular expression"]),
         ({"config_groups": {"a": {"weights": INT8}}}, ["'config_groups'"]),
         ({"config_groups": ["Linear"]}, ["'config_groups'"]),

@@ -138,8 +138,8 @@ class _Conversion:
         owned = {f"{layer.name}.{suffix}" for layer in packed for suffix in plan.quant.suffixes}
         tensors = plan.checkpoint.without(plan.settings.ignore_tensors)
         copied = {name: info for name, info in tensors.items() if name not in owned}
-        mlps = [plan.layer_names(index).mlp for index in range(plan.config.num_layers)]
-        divisors = [f"{mlp}.{tail}" for mlp in mlps for tail in plan.quant.activation_scales]
+        layer_names = [plan.layer_names(index) for index in range(plan.config.num_layers)]
+        divisors = [names.divisor for names in layer_names if names.divisor is not None]
         suffixes = QUANT_SUFFIXES | {*plan.quant.suffixes} - {"weight", "bias"}
         if stray := [name for name in copied if name.rpartition(".")[2] in suffixes and name not in divisors]:
             raise CheckpointError(
@@ -148,7 +148,7 @@ class _Conversion:
                 file=copied[stray[0]].file,
                 hint=f"if they may be left out, say --ignore-tensors '*.{stray[0].rpartition('.')[2]}'",
             )
-        known = {f"{mlp}.{tail}" for mlp in mlps for tail in kind.activation_scales}
+        known = {f"{names.mlp}.{tail}" for names in layer_names for tail in kind.activation_scales}
         if lost := [name for name in divisors if name in copied and name not in known]:
             raise CheckpointError(
                 f"the activation's output is divided by a tensor that readers of {kind.name} do not know",
@@ -160,8 +160,7 @@ class _Conversion:
     @property
     def work(self) -> int:
         """Bytes to read, in both passes."""
-        checkpoint = self.plan.checkpoint
-        packed = sum(info.num_bytes for layer in self.packed for info in checkpoint.stored(layer.name).values())
+        packed = sum(self.plan.checkpoint.stored_bytes(layer.name) for layer in self.packed)
         return 2 * packed + sum(info.num_bytes for info in self.copied.values())
 
     @property
@@ -169,12 +168,11 @@ class _Conversion:
         """About what the new weights take: codes in their bits, scales of 2 bytes with zeros of as many, and an order."""
         total = sum(info.num_bytes for info in self.copied.values())
         for layer, spec in self.packed.items():
-            shape = (layer.out_features, layer.in_features)
-            groups = math.prod(1 if g == -1 else -(-n // g) for n, g in zip(shape, spec.group_shape, strict=True))
+            shape = layer.out_features, layer.in_features
             code = CODES.get(spec.code)
             integer = code is not None and not code.dtype.is_floating_point
             bits = int(code.high - code.low).bit_length() if code is not None and integer else 8
-            total += math.prod(shape) * bits // 8 + 4 * groups + 4 * layer.in_features
+            total += math.prod(shape) * bits // 8 + 4 * math.prod(spec.num_groups(*shape)) + 4 * layer.in_features
         return total
 
     def settings(self, target: str, advance: Callable[[int], object]) -> QuantConfig:
@@ -184,7 +182,7 @@ class _Conversion:
             weight = stored_weight(self.plan, layer)
             assert weight.scales is not None
             facts[layer] = LayerFacts(weight.spec, weight.is_symmetric, weight.scales.dtype)
-            advance(self._stored_bytes(layer))
+            advance(self.plan.checkpoint.stored_bytes(layer.name))
         for layer in self.floats:
             tied = layer == self.plan.tied_head and self.plan.head is None
             facts[layer] = facts.get(self.plan.embedding, LayerFacts(FLOAT)) if tied else LayerFacts(FLOAT)
@@ -218,7 +216,7 @@ class _Conversion:
                     self._expect_same(layer, weight, again)
                     for suffix, tensor in tensors.items():
                         writer.add(f"{layer.name}.{suffix}", tensor)
-                    advance(self._stored_bytes(layer))
+                    advance(checkpoint.stored_bytes(layer.name))
             writer.finish()
         self._write_side_files(folder, settings)
         return writer.total_size
@@ -238,9 +236,6 @@ class _Conversion:
             for layer in {layers[0], layers[-1]}:
                 self._expect_same(layer, stored_weight(self.plan, layer), stored_weight(plan, layer))
 
-    def _stored_bytes(self, layer: LinearLayer) -> int:
-        return sum(info.num_bytes for info in self.plan.checkpoint.stored(layer.name).values())
-
     def _expect_same(self, layer: LinearLayer, before: QuantizedWeight, after: QuantizedWeight) -> None:
         """Raises PluginError unless two weights are the same numbers, stored in the same types."""
         after = after.without_trivial_order()
@@ -250,12 +245,14 @@ class _Conversion:
             "the type of its bias": (_dtype(before.bias), _dtype(after.bias)),
         }
         different = [what for what, (old, new) in pairs.items() if old != new]
-        tensors = {"its numbers": (before.dequantize(), after.dequantize())}
-        fields = ["input_scale", "input_zero", "bias"]
-        if before.spec == after.spec:
-            fields += ["codes", "scales", "group_index"]
-        tensors |= {name: (getattr(before, name), getattr(after, name)) for name in fields}
-        different += [what for what, (old, new) in tensors.items() if not _equal(old, new)]
+        parts = ("codes", "scales", "zeros", "group_index", "input_scale", "input_zero", "bias")
+        unequal = [name for name in parts if not _equal(getattr(before, name), getattr(after, name))]
+        # to dequantise takes many times the layer's memory, and is needed only where the parts leave a doubt
+        alike = before.spec == after.spec and not {*parts[:4]} & {*unequal}
+        if not (alike or _equal(before.dequantize(), after.dequantize())):
+            different.append("its numbers")
+        checked = parts[4:] if before.spec != after.spec else [name for name in parts if name != "zeros"]
+        different += [name for name in unequal if name in checked]
         if different:
             raise PluginError(
                 f"{layer.name}: format '{self.kind.name}' writes {before.spec} and reads it back as {after.spec}, different "
@@ -286,4 +283,6 @@ def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
 
 
 def _equal(old: Any, new: Any) -> bool:
-    return torch.equal(old.float(), new.float()) if old is not None and new is not None else old is new
+    if old is None or new is None:
+        return old is new
+    return torch.equal(old, new) if old.dtype == new.dtype else torch.equal(old.float(), new.float())

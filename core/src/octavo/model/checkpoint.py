@@ -203,8 +203,12 @@ class TorchBinReader(_ShardedReader):
 
     def _headers(self, file: Path) -> Iterator[TensorInfo]:
         try:
+            if zipped := zipfile.is_zipfile(file):
+                with zipfile.ZipFile(file) as archive:
+                    for part in archive.infolist():  # torch does not check that they lie where the list says
+                        archive.open(part).close()
             # only the zip form, torch's since 1.6, can be mapped
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
         except Exception as error:  # torch raises many kinds for bad archives
             raise CheckpointError(
                 f"cannot read the file as torch weights: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
@@ -240,6 +244,10 @@ class Checkpoint:
     def stored(self, module: str) -> dict[str, TensorInfo]:
         """Headers of the tensors of one module, by last name part."""
         return self._by_module.get(module, {})
+
+    def stored_bytes(self, module: str) -> int:
+        """Bytes of one module's tensors in the file."""
+        return sum(info.num_bytes for info in self.stored(module).values())
 
     @property
     def modules(self) -> Collection[str]:

@@ -45,7 +45,7 @@ from octavo.quant.linear import (
 )
 from octavo.quant.online import quantize_online
 from octavo.quant.self_test import self_test
-from octavo.quant.weight import CODES, FLOAT, LinearLayer, QuantizedWeight
+from octavo.quant.weight import LinearLayer, QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def load_model(settings: EngineConfig, registry: Registry, checkpoint: Checkpoin
         for index in range(config.num_layers):
             layers.append(loader.layer(index))
             advance()
-        final_norm = loader.tensor(f"{plan.prefix}norm.weight", (config.hidden_size,))
+        final_norm = loader.vector(f"{plan.prefix}norm.weight", config.hidden_size)
         head = loader.head(embedding)
         kv_scales = load_kv_scales(plan)
         account(plan, checkpoint.unread(settings.ignore_tensors))
@@ -103,18 +103,15 @@ class _Loader:
     def _device(self) -> str:
         return self.plan.registry.platform.device
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A plain tensor in the compute type, on the device; checked for shape, type and finiteness."""
-        tensor = self.plan.checkpoint.read(name)
-        info = self.plan.checkpoint.tensors[name]
-        self.plan.check_plain(info, shape)
-        if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError("a tensor holds values that are NaN or infinite", file=info.file, tensor=name)
-        return tensor.to(self._device, self.plan.dtype)
+    def vector(self, name: str, size: int) -> Tensor:
+        """A norm or a divisor in the compute type, on the device; checked."""
+        return stored_vector(self.plan, name, size).to(self._device, self.plan.dtype)
 
     def weight(self, layer: LinearLayer) -> QuantizedWeight:
         """A layer's weight in canonical form, checked; quantised if the settings want it."""
-        weight = stored_weight(self.plan, layer)
+        return self._rounded(layer, stored_weight(self.plan, layer))
+
+    def _rounded(self, layer: LinearLayer, weight: QuantizedWeight) -> QuantizedWeight:
         if weight.spec.is_float and (spec := self.plan.online_spec(layer)) is not None:
             return quantize_online(weight, spec)
         return weight
@@ -147,26 +144,21 @@ class _Loader:
 
     def layer(self, index: int) -> DecoderLayer:
         names = self.plan.layer_names(index)
-        parts: dict[str, Any] = {role: self.tensor(name, (size,)) for role, (name, size) in names.norms.items()}
+        parts: dict[str, Any] = {role: self.vector(name, size) for role, (name, size) in names.norms.items()}
         parts |= {role: self.linear(group) for role, group in names.linears.items()}
-        scale = None
-        if self.plan.quant is not None:
-            tails = [f"{names.mlp}.{tail}" for tail in self.plan.quant.activation_scales]
-            stored = next((name for name in tails if name in self.plan.checkpoint.tensors), None)
-            scale = None if stored is None else self.tensor(stored, (self.plan.config.intermediate_size,))
+        inner = self.plan.config.intermediate_size
+        scale = None if names.divisor is None else self.vector(names.divisor, inner)
         return DecoderLayer(self.plan.config, index, self.ops, **parts, activation_scale=scale)
 
     def _test(self, method: LinearMethod, weight: QuantizedWeight, request: LinearRequest) -> None:
-        """The self-test, once for each kernel and kind of weight; core's own methods are what it compares with."""
-        kind = (type(method), request.spec, request.has_bias)
+        """The self-test, once for each kernel, kind of weight and length of input; core's own methods need none."""
+        kind = (type(method), request.spec, request.in_features, request.has_bias)
         if self.plan.settings.self_test and kind not in self.tested and type(method) not in _OWN_METHODS:
             self_test(method, weight, request)
             self.tested.add(kind)
 
     def embedding(self) -> Embedding:
         weight = self.weight(self.plan.embedding)
-        if weight.spec.activation is not None or weight.spec.code not in {*CODES, FLOAT.code}:
-            raise CheckpointError(f"{self.plan.embedding.name}: rows of {weight.spec} cannot be looked up")
         if weight.spec.is_float:
             weight = QuantizedWeight.from_float(weight.codes.to(self.plan.dtype))
         return Embedding(weight.to(self._device), self.plan.dtype)
@@ -183,8 +175,7 @@ class _Loader:
             logger.warning(
                 "config.json says that the head is tied, but %s differs from the embedding: it is used", layer.name
             )
-        spec = self.plan.online_spec(layer) if stored.spec.is_float else None
-        return self._prepare(layer.name, [layer], stored if spec is None else quantize_online(stored, spec))
+        return self._prepare(layer.name, [layer], self._rounded(layer, stored))
 
     def _is_embedding(self, head: Tensor, embedding: Embedding) -> bool:
         """Whether a stored head holds the embedding's numbers."""
@@ -207,13 +198,22 @@ class _Loader:
         return method
 
 
+def stored_vector(plan: ModelPlan, name: str, size: int) -> Tensor:
+    """A norm, or a divisor of the activation's output, (size,) as the checkpoint holds it, checked."""
+    tensor, info = plan.checkpoint.read(name), plan.checkpoint.tensors[name]
+    plan.check_plain(info, (size,))
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError("a tensor holds values that are NaN or infinite", file=info.file, tensor=name)
+    if plan.is_divisor(name) and not bool(tensor.to(plan.dtype).all()):
+        raise CheckpointError("the output of an activation would be divided by 0", file=info.file, tensor=name)
+    return tensor
+
+
 def stored_weight(plan: ModelPlan, layer: LinearLayer) -> QuantizedWeight:
     """A layer's weight in canonical form as the checkpoint holds it, checked."""
     checkpoint, quant = plan.checkpoint, plan.quant
-    stored = checkpoint.stored(layer.name)
     spec = plan.stored_spec(layer)
-    suffixes = ("weight", "bias") if spec.is_float or quant is None else quant.suffixes
-    tensors = {name: checkpoint.read(f"{layer.name}.{name}") for name in suffixes if name in stored}
+    tensors = {suffix: checkpoint.read(f"{layer.name}.{suffix}") for suffix in plan.read_suffixes(layer)}
     try:
         if spec.is_float or quant is None:
             weight = QuantizedWeight.from_float(tensors["weight"], tensors.get("bias"))
@@ -225,7 +225,7 @@ def stored_weight(plan: ModelPlan, layer: LinearLayer) -> QuantizedWeight:
     except CheckpointError as error:
         if error.file is not None:
             raise
-        raise CheckpointError(f"{error}\n  file: {next(iter(stored.values())).file}") from None
+        raise CheckpointError(f"{error}\n  file: {next(iter(checkpoint.stored(layer.name).values())).file}") from None
     return weight
 
 
@@ -248,11 +248,12 @@ def load_kv_scales(plan: ModelPlan) -> tuple[KVScales, ...]:
 
 
 def account(plan: ModelPlan, unread: Sequence[str]) -> None:
-    """Complains about tensors that nobody read: an error where they look quantised or lie in a decoder layer, else a warning."""
+    """Complains about tensors that nobody read: an error where they look quantised or lie in the decoder, else a warning."""
     formats = set() if plan.quant is None else {*plan.quant.suffixes} - {"weight", "bias"}
     suffixes = {suffix.lower() for suffix in QUANT_SUFFIXES | formats}
     quantised = [name for name in unread if name.rpartition(".")[2].lower() in suffixes or looks_like_kv_scale(name)]
-    lost = quantised or [name for name in unread if name.startswith(f"{plan.prefix}layers.")]
+    decoder = tuple(f"{plan.prefix}{part}." for part in ("embed_tokens", "layers", "norm"))
+    lost = quantised or [name for name in unread if name.startswith(decoder)]
     if lost:
         pattern = f"*.{lost[0].rpartition('.')[2]}" if quantised else lost[0]
         raise CheckpointError(

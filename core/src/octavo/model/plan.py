@@ -18,9 +18,9 @@ from octavo.plugins import Registry
 from octavo.quant.config import QuantConfig, TensorInfo
 from octavo.quant.detection import detect_format
 from octavo.quant.linear import DenseMethod, LinearRequest, ReferenceMethod, Selection, select_linear
-from octavo.quant.online import online_scheme, online_spec
+from octavo.quant.online import check_schemes, online_scheme, online_spec
 from octavo.quant.quantizer import rounded_spec
-from octavo.quant.weight import FLOAT, LinearLayer, WeightSpec
+from octavo.quant.weight import CODES, FLOAT, LinearLayer, WeightSpec
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +60,16 @@ class LinearGroup:
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """One decoder layer as the checkpoint spells it: linears and norms by their role in `DecoderLayer`."""
+    """One decoder layer as the checkpoint spells it: linears and norms by their role in `DecoderLayer`.
+
+    `divisor` is the stored tensor (intermediate,) by which the activation's output is divided, if there is one.
+    """
 
     linears: dict[str, LinearGroup]
     norms: dict[str, tuple[str, int]]  # (tensor name, size)
     attention: str
     mlp: str
+    divisor: str | None = None
 
     @classmethod
     def of(cls, config: DecoderConfig, prefix: str, index: int) -> LayerNames:
@@ -116,6 +120,7 @@ class ModelPlan:
             registry.failure_notes(),
             float_too=bool(settings.quantize_weights),
         )
+        check_schemes(settings.online_schemes.values(), registry.quant_configs)
         config = decoder_config(checkpoint.config, registry.architectures)
         if settings.dtype != "auto":
             dtype = DTYPES[settings.dtype]
@@ -160,7 +165,24 @@ class ModelPlan:
         return groups if (head := self.head) is None else [*groups, LinearGroup(head.name, (head,))]
 
     def layer_names(self, index: int) -> LayerNames:
-        return LayerNames.of(self.config, self.prefix, index)
+        names = LayerNames.of(self.config, self.prefix, index)
+        tails = () if self.quant is None else self.quant.activation_scales
+        divisors = [name for tail in tails if (name := f"{names.mlp}.{tail}") in self.checkpoint.tensors]
+        return replace(names, divisor=divisors[0]) if divisors else names
+
+    @property
+    def vectors(self) -> dict[str, int]:
+        """Sizes, by tensor name, of all that is neither a linear nor the embedding."""
+        sizes = {f"{self.prefix}norm.weight": self.config.hidden_size}
+        for names in map(self.layer_names, range(self.config.num_layers)):
+            sizes |= dict(names.norms.values())
+            if names.divisor is not None:
+                sizes[names.divisor] = self.config.intermediate_size
+        return sizes
+
+    def is_divisor(self, name: str) -> bool:
+        """Whether a tensor is one by which an activation's output is divided."""
+        return self.quant is not None and name.endswith(tuple(f".{tail}" for tail in self.quant.activation_scales))
 
     def spec(self, layer: LinearLayer) -> WeightSpec:
         """What a layer's weight will be: as stored, or as it is quantised at load."""
@@ -176,12 +198,23 @@ class ModelPlan:
         return replace(spec, activation=None) if spec is not None and layer == self.embedding else spec
 
     def _online_scheme(self, layer: LinearLayer) -> str | None:
-        return online_scheme(layer, layer.name.removeprefix(self.prefix), self.settings.online_schemes)
+        return online_scheme(layer, self._short_name(layer), self.settings.online_schemes)
+
+    def _short_name(self, layer: LinearLayer) -> str:
+        """A layer's name as it is in a model that is not part of another: "layers.0.mlp.up_proj", "lm_head"."""
+        return "lm_head" if layer == self.head else layer.name.removeprefix(self.prefix)
 
     def stored_spec(self, layer: LinearLayer) -> WeightSpec:
         """What is stored for a layer; raises CheckpointError where it is neither quantised nor plain."""
         stored = self.checkpoint.stored(layer.name)
+        if layer == self.embedding and "bias" in stored:
+            raise CheckpointError("an embedding has no bias", file=stored["bias"].file, tensor=stored["bias"].name)
         if self.quant is not None and (spec := self.quant.spec_for(layer, stored)) is not None:
+            if layer == self.embedding and (spec.activation is not None or spec.code not in CODES):
+                one = next(iter(stored.values()))
+                raise CheckpointError(
+                    f"{layer.name}: rows of {spec} cannot be looked up", file=one.file, tensor=one.name
+                )
             return spec
         info = stored.get("weight")
         if info is None:
@@ -190,6 +223,12 @@ class ModelPlan:
         if (bias := stored.get("bias")) is not None:
             self.check_plain(bias, (layer.out_features,))
         return FLOAT
+
+    def read_suffixes(self, layer: LinearLayer) -> list[str]:
+        """Last name parts of the tensors that loading reads for a layer; raises what `stored_spec` raises."""
+        plain = self.quant is None or self.stored_spec(layer).is_float
+        suffixes = ("weight", "bias") if self.quant is None or plain else self.quant.suffixes
+        return [suffix for suffix in suffixes if suffix in self.checkpoint.stored(layer.name)]
 
     @staticmethod
     def check_plain(info: TensorInfo, shape: tuple[int, ...]) -> None:
@@ -234,6 +273,17 @@ class ModelPlan:
                 hint=f"{alike[0]} has the shape of a head; octavo looks for lm_head.weight" if alike else None,
             )
 
+    def parts(self, group: LinearGroup) -> list[LinearGroup]:
+        """The group as one, or each member by itself where their specs differ."""
+        if len({self.spec(layer) for layer in group.layers}) == 1:
+            return [group]
+        return [LinearGroup(layer.name, (layer,)) for layer in group.layers]
+
+    def planned_request(self, group: LinearGroup) -> LinearRequest:
+        """What a group whose members have one spec will ask of a kernel."""
+        has_bias = any("bias" in self.checkpoint.stored(layer.name) for layer in group.layers)
+        return self.request(group.label, self.spec(group.layers[0]), group.layers, has_bias)
+
     def request(self, label: str, spec: WeightSpec, layers: Sequence[LinearLayer], has_bias: bool) -> LinearRequest:
         return LinearRequest(
             label,
@@ -258,12 +308,9 @@ class ModelPlan:
     def fill(self) -> None:
         """Chooses kernels by the headers' specs and counts bytes."""
         for group in self.groups:
-            specs = {layer: self.spec(layer) for layer in group.layers}
-            if len(set(specs.values())) == 1:
-                self._report(group, specs[group.layers[0]])
-            else:
-                for layer, spec in specs.items():
-                    self._report(LinearGroup(layer.name, (layer,)), spec, "not fused: members are stored differently")
+            parts = self.parts(group)
+            for part in parts:
+                self._report(part, "not fused: members are stored differently" if len(parts) > 1 else "")
         embedding = self.spec(self.embedding)
         if self.head is None:  # its bytes in the file are the embedding's
             own = self.online_spec(self.tied_head) if self.stored_spec(self.embedding).is_float else None
@@ -280,7 +327,7 @@ class ModelPlan:
         others = [info for name, info in self.checkpoint.tensors.items() if name.rpartition(".")[0] not in listed]
         self.other_bytes = sum(info.num_bytes for info in others)
         self.resident_bytes += sum(math.prod(info.shape) * self.dtype.itemsize for info in others)
-        self.embedding_bytes = sum(info.num_bytes for info in self.checkpoint.stored(self.embedding.name).values())
+        self.embedding_bytes = self.checkpoint.stored_bytes(self.embedding.name)
         self.check_settings(self.linears)
 
     def check_settings(self, linears: Sequence[LinearReport]) -> None:
@@ -292,7 +339,7 @@ class ModelPlan:
             logger.warning("%s: %s", self.checkpoint.path, text)
         layers = [name for group in self.groups for name in (group.label, *(layer.name for layer in group.layers))]
         stored = self._float_layers() if self.settings.quantize_weights else []
-        floats = [name for layer in stored for name in (layer.name, layer.name.removeprefix(self.prefix))]
+        floats = [name for layer in stored for name in (layer.name, self._short_name(layer))]
         if left := [layer for layer in stored if self._online_scheme(layer) and self.online_spec(layer) is None]:
             logger.warning(
                 "--quantize-weights: '%s' cannot hold %s (%d inputs, %d outputs), it stays as it is%s",
@@ -317,13 +364,13 @@ class ModelPlan:
         floats = [layer for layer in layers if self.stored_spec(layer).is_float]
         return [*floats, self.tied_head] if self.head is None and self.embedding in floats else floats
 
-    def _report(self, group: LinearGroup, spec: WeightSpec, note: str = "") -> None:
-        stored: list[dict[str, TensorInfo]] = [self.checkpoint.stored(layer.name) for layer in group.layers]
-        request = self.request(group.label, spec, group.layers, any("bias" in infos for infos in stored))
+    def _report(self, group: LinearGroup, note: str) -> None:
+        request = self.planned_request(group)
         choice = self.select(request)
         self.resident_bytes += choice.method.planned_bytes(request)
-        num_bytes = sum(info.num_bytes for infos in stored for info in infos.values())
-        self.linears.append(LinearReport(group.label, str(spec), choice.method.name, num_bytes, choice.refusals, note))
+        num_bytes = sum(self.checkpoint.stored_bytes(layer.name) for layer in group.layers)
+        report = LinearReport(group.label, str(request.spec), choice.method.name, num_bytes, choice.refusals, note)
+        self.linears.append(report)
 
 
 def plan_model(settings: EngineConfig, registry: Registry, checkpoint: Checkpoint) -> ModelPlan:

@@ -31,9 +31,10 @@ def quantize_inputs(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """x (tokens, in_features) -> codes alike, scales fp32 and, for asymmetric inputs, zeros fp32: x ~ scales * (codes - zeros).
 
-    Scales and zeros are (tokens, 1), (tokens, groups) or, per tensor, (1, 1); a last group may be short. A dynamic scale is
-    the largest magnitude over the largest code, or the range, 0 included, over 255; it is 1 where all inputs are 0. Values
-    round half to even and saturate. `input_scale` and `input_zero` hold one number and are for static activations.
+    Scales are (tokens, 1) or (tokens, groups), zeros alike or, where static, (1, 1); a last group may be short. A dynamic
+    scale is the largest magnitude over the largest code, or the range, 0 included, over 255; it is 1 where all inputs are 0.
+    Any scale is NaN where an input is. Values round half to even and saturate. `input_scale` and `input_zero` hold one number
+    and are for static activations.
     """
     code = CODES[activation.code]
     wide = x.to(torch.float32)
@@ -45,8 +46,10 @@ def quantize_inputs(
     if not activation.dynamic:
         assert input_scale is not None
         scales = input_scale.to(torch.float32).reshape(1, 1)
+        scales = torch.where(tiles.isnan().any(2), torch.nan, scales)  # no code stands for NaN, so the scale must
         if not activation.symmetric:
-            zeros = torch.zeros_like(scales) if input_zero is None else input_zero.to(torch.float32).reshape(1, 1)
+            zeros = torch.zeros(1, 1) if input_zero is None else input_zero.to(torch.float32).reshape(1, 1)
+            zeros = zeros.to(scales.device)
     else:
         if activation.symmetric:
             scales = tiles.abs().amax(2) / code.high

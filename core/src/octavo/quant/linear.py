@@ -61,9 +61,8 @@ class LinearMethod(nn.Module):
     @classmethod
     def planned_bytes(cls, request: LinearRequest) -> int:
         """Bytes of memory that a prepared layer will take, for plans: here a byte for each code, 2 for each scale and zero."""
-        spec, shape = request.spec, (request.out_features, request.in_features)
-        groups = math.prod(1 if g == -1 else -(-n // g) for n, g in zip(shape, spec.group_shape, strict=True))
-        return math.prod(shape) + groups * (1 + spec.has_zeros) * 2
+        shape = request.out_features, request.in_features
+        return math.prod(shape) + math.prod(request.spec.num_groups(*shape)) * (1 + request.spec.has_zeros) * 2
 
     @abstractmethod
     def __init__(self, weight: QuantizedWeight, request: LinearRequest) -> None:

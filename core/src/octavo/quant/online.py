@@ -6,7 +6,7 @@ from checkpoints that were quantised with care.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -28,6 +28,14 @@ SCHEMES: Mapping[str, Callable[[LinearLayer], WeightSpec | None]] = {
 """Weight-only schemes of core's own; a format's name means what the format makes (`QuantConfig.online_spec`)."""
 
 
+def check_schemes(schemes: Iterable[str], formats: Mapping[str, type[QuantConfig]]) -> None:
+    """Raises ConfigError for a name that is no scheme."""
+    for scheme in schemes:
+        if scheme not in {*SCHEMES, "float", *formats}:
+            known = ", ".join(sorted({*SCHEMES, "float", *(f.name for f in formats.values())}))
+            raise ConfigError(f"--quantize-weights: no scheme '{scheme}'; known: {known}")
+
+
 def online_scheme(layer: LinearLayer, short_name: str, schemes: Mapping[str, str]) -> str | None:
     """The scheme that the settings name for a layer, None if it is to stay as it is.
 
@@ -42,13 +50,8 @@ def online_scheme(layer: LinearLayer, short_name: str, schemes: Mapping[str, str
 
 
 def online_spec(layer: LinearLayer, scheme: str, formats: Mapping[str, type[QuantConfig]]) -> WeightSpec | None:
-    """What a float layer becomes in a scheme, None if the scheme cannot hold it; raises ConfigError for an unknown one."""
-    if scheme in SCHEMES:
-        return SCHEMES[scheme](layer)
-    if scheme not in formats:
-        known = ", ".join(sorted({*SCHEMES, "float", *(f.name for f in formats.values())}))
-        raise ConfigError(f"--quantize-weights: no scheme '{scheme}'; known: {known}")
-    return formats[scheme].online_spec(layer)
+    """What a float layer becomes in a scheme that `check_schemes` knows, None if the scheme cannot hold it."""
+    return SCHEMES[scheme](layer) if scheme in SCHEMES else formats[scheme].online_spec(layer)
 
 
 def quantize_online(weight: QuantizedWeight, spec: WeightSpec) -> QuantizedWeight:

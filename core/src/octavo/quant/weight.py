@@ -73,6 +73,10 @@ class WeightSpec:
         """True for a plain, unquantised weight."""
         return self.code == "float"
 
+    def num_groups(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """(G_out, G_in): how many groups of weights share a scale, along each dimension."""
+        return _num_groups(out_features, self.group_shape[0]), _num_groups(in_features, self.group_shape[1])
+
     def __str__(self) -> str:
         if self.is_float:
             return f"float x {self.activation}" if self.activation else "float"
@@ -160,7 +164,7 @@ class QuantizedWeight:
             expect("type of the weight", True, self.codes.dtype.is_floating_point)
             floats["weight"] = self.codes
         else:
-            groups = tuple(_num_groups(n, g) for n, g in zip(self.codes.shape, self.spec.group_shape, strict=True))
+            groups = self.spec.num_groups(*self.codes.shape)
             if self.group_index is not None and self.scales is not None:
                 groups = (groups[0], self.scales.shape[1])
             expect("shape of the scales", groups, None if self.scales is None else tuple(self.scales.shape))

@@ -224,9 +224,9 @@ class _Cursor:
                 )
             end += -(-num_bytes // alignment) * alignment
             yield StoredTensor(name, kind, shape, data + offset, num_bytes, self._file)
-        if any(self._content[data + end : data + end + _TAIL]):
+        if entries and any(self._content[data + end : data + end + _TAIL]):
             raise self._error(
-                "data follow the last tensor, so the list of tensors is not that of this file",
+                f"data follow the last tensor, '{entries[-1][0]}': the list of tensors is not that of this file",
                 expected=f"the end of the file, or zeros, at {data + end}",
                 found=f"a file of {self._size} bytes",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from octavo import CheckpointError
 from octavo_gguf.header import StoredTensor
 from octavo_gguf.names import ARCHITECTURES, PLAIN_TYPES
 from octavo_gguf.rope import llama3_parameters
+
+logger = logging.getLogger(__name__)
 
 _MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 # Keys that change what the model computes and that octavo's decoder does not know; a value of 0 or 1 means without.
@@ -29,6 +32,16 @@ _REFUSED = (
     "rope.scaling.yarn_ext_factor",
     "rope.scaling.yarn_attn_factor",
 )
+_HARMLESS = frozenset(
+    [
+        "attention.layer_norm_epsilon",  # of norms that these architectures do not have
+        "expert_used_count",
+        "rope.scaling.finetuned",
+        "rope.scaling.original_context_length",  # read where positions are stretched
+        "tensor_data_layout",
+        "vocab_size",
+    ]
+)
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -45,6 +58,7 @@ class ModelConfig:
                 expected=f"general.architecture one of {', '.join(ARCHITECTURES)}",
             )
         self.architecture: str = found
+        self._asked_for: set[str] = set()
 
     @property
     def num_layers(self) -> int:
@@ -83,6 +97,9 @@ class ModelConfig:
         config |= self._window(positions) | self._biases() | self._token_ids()
         if any(tensor.type not in PLAIN_TYPES for tensor in self._tensors.values()):
             config["quantization_config"] = {"quant_method": "gguf"}
+        own = {key.partition(".")[2] for key in self._metadata if key.startswith(f"{self.architecture}.")}
+        if unread := sorted(own - self._asked_for - _HARMLESS):
+            logger.warning("%s: keys of the model that are not understood: %s", self._file, ", ".join(unread))
         return config
 
     # --- parts
@@ -191,6 +208,7 @@ class ModelConfig:
     # --- reading single keys
 
     def _get(self, key: str, default: Any = None) -> Any:
+        self._asked_for.add(key)
         value = self._metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, list):  # one number a layer
             if not value or any(other != value[0] for other in value):

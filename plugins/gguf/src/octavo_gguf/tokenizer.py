@@ -85,6 +85,8 @@ def _convert(file: str, architecture: str, parts: dict[str, Any], options: dict[
         backend, more = convert_gguf_tokenizer(architecture, parts)
         if parts["tokenizer_type"] == "gpt2" and pre in _LLAMA3_LIKE:
             backend.model.ignore_merges = True
+        if parts["tokenizer_type"] == "llama" and parts.get("add_prefix_space") is False:
+            _leave_out_prefix(backend)  # the conversion reads the key and forgets it
         return PreTrainedTokenizerFast(tokenizer_object=backend, **options, **more)
     except BaseException as error:  # the tokenizer library panics with exceptions that are no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -92,6 +94,14 @@ def _convert(file: str, architecture: str, parts: dict[str, Any], options: dict[
         raise CheckpointError(
             f"cannot build the tokenizer that the file describes: {type(error).__name__}: {error}", file=file
         ) from None
+
+
+def _leave_out_prefix(backend: Any) -> None:
+    """Makes a sentencepiece tokenizer neither put a space before a text nor take one away from the start of an answer."""
+    from tokenizers import decoders, pre_tokenizers
+
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
 def _check(file: str, parts: Mapping[str, Any]) -> None:

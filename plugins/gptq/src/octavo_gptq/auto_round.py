@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from octavo import CheckpointError, QuantSource
-from octavo_gptq.rules import Rule
+from octavo_gptq.rules import FUSED, Rule
 
 METHODS = ("auto-round", "intel/auto-round")
 _OWN = """packing_format backend data_type extra_config autoround_version act_bits act_group_size act_sym act_data_type
@@ -42,15 +42,22 @@ def packing(source: QuantSource) -> str:
 
 
 def as_gptq(source: QuantSource) -> QuantSource:
-    """The settings with `extra_config` as rules; names of layers are exact, all else is searched for within names."""
+    """The settings with `extra_config` as rules; names of layers are exact, all else is searched for within names.
+
+    The name of a fused module means its members too.
+    """
     _refuse_other_types(source, source.raw)
     rules: dict[str, Any] = {}
     for key, settings in _extra(source):
-        _refuse_other_types(source, settings)
-        own = {k: v for k, v in settings.items() if k not in _OWN.split()}
-        excludes = _unquantised(settings)
+        if excludes := _unquantised(settings):
+            own = {}
+        else:
+            _refuse_other_types(source, settings)
+            own = {k: v for k, v in settings.items() if k not in _OWN.split()}
         name = Rule.key_for(key, excludes) if _is_name(key) else f"{'-' if excludes else '+'}:.*(?:{key})"
-        rules[name] = {} if excludes else own
+        for fused, members in FUSED.items():  # the members are what files hold
+            name = name.replace(fused, f"(?:{'|'.join((fused, *members))})")
+        rules[name] = own
     exact = {key: value for key, value in rules.items() if key[2:3] == "^"}
     raw = {key: value for key, value in source.raw.items() if key not in _OWN.split()}
     if raw.get("checkpoint_format") not in (None, packing(source)):

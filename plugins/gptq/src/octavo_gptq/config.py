@@ -27,7 +27,7 @@ from octavo import (
 from octavo_gptq import auto_round, headers, packing, reading, recognise, writing
 from octavo_gptq.packing import REFUSED, WORDS
 from octavo_gptq.reading import Notices
-from octavo_gptq.rules import Rule, excluded, overriding
+from octavo_gptq.rules import FUSED, Rule, excluded, overriding
 
 _HARMLESS = {
     "how the file was made": """
@@ -43,7 +43,6 @@ _HARMLESS = {
         is_bitblas_format""",
 }
 _OVERRIDABLE = ("bits", "group_size", "sym", "desc_act", "checkpoint_format", "pack_dtype")
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class GPTQConfig(QuantConfig):
@@ -246,11 +245,11 @@ class GPTQConfig(QuantConfig):
             )
         if implied is None:
             raise CheckpointError(
-                f"{layer.name}: the number of groups implies no group_size, and the settings hold none",
+                f"{layer.name}: the number of groups implies no group_size, and the settings say {size or 'none'}",
                 file=file,
                 tensor=f"{layer.name}.scales",
                 found=f"{rows} rows for {inputs} inputs",
-                hint="add group_size to the quantization settings",
+                hint="set group_size in the quantization settings",
             )
         if size == -1 and rows > 1:
             text = "%s: group_size is -1, but scales have %d rows: read in groups of %d inputs, and so all such layers"
@@ -270,8 +269,8 @@ class GPTQConfig(QuantConfig):
             if stated and self.lm_head != quantised and (quantised or plain):
                 self._notices.once("lm_head", text, name, f"lm_head is {self.lm_head}".lower(), stored)
         elif listed is not None and any(part.isdigit() for part in name.split(".")):
-            members = {m for item in listed for m in (item, *_FUSED.get(item.rpartition(".")[2], ()))}
-            fused = {whole for whole, parts in _FUSED.items() if last in parts}
+            members = {m for item in listed for m in (item, *FUSED.get(item.rpartition(".")[2], ()))}
+            fused = {whole for whole, parts in FUSED.items() if last in parts}
             named = any(member in name for member in members) or bool(fused & {m.rpartition(".")[2] for m in members})
             if named != quantised and (quantised or plain):
                 says = f"modules_in_block_to_quantize {'names' if named else 'does not name'} it"

@@ -106,7 +106,7 @@ def group_size(inputs: int, groups: int) -> int | None:
     """The group size that a number of groups implies, -1 for one; None where it is not certain."""
     if groups == 1:
         return -1
+    fits = {size for size in _USUAL_GROUPS if -(-inputs // size) == groups}
     if groups > 0 and inputs % groups == 0:
-        return inputs // groups
-    fits = [size for size in _USUAL_GROUPS if -(-inputs // size) == groups]
-    return fits[0] if len(fits) == 1 else None
+        fits.add(inputs // groups)  # 192 inputs in 2 groups: 96 and 96, or 128 and 64
+    return fits.pop() if len(fits) == 1 else None

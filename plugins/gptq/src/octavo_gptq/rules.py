@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Names of modules that hold several linears in one, as engines and a few models have them."""
 _LONGEST = 1000
 _MOST_REPEATS = 5
 

@@ -1,7 +1,9 @@
 """Checkpoints with 8-bit weights and inputs for octavo, in three families, and the kernels that multiply them as integers.
 
-`compressed_tensors` reads and writes what llm-compressor makes: W8A8 in int8 and fp8, and integers of 2 to 8 bits in words.
-`fp8` and `int8` are neighbours that store the same tensors under other settings; `methods` holds the kernels.
+`compressed_tensors` reads and writes what llm-compressor makes: W8A8 in int8 and fp8, and integers of 2 to 8 bits in words. Its
+parts: `schemes` and `matching` (settings), `stored` (headers), `codes` and `packing` (bits), `inference` (settings told from
+tensors), `export` (settings to write). `fp8` and `int8` are neighbours that store the same tensors under other settings.
+`checks` is what all three share, `goldens` are layers written out, `methods` the kernels.
 """
 
 from __future__ import annotations
@@ -28,6 +30,6 @@ def octavo_quant_configs() -> Sequence[type[QuantConfig]]:
 
 @hookimpl
 def octavo_linear_methods(platform: Platform) -> Sequence[type[LinearMethod]]:
-    from octavo_w8a8.methods import linear_methods
+    from octavo_w8a8.methods import Int8Method, Int8WeightMethod
 
-    return linear_methods(platform)
+    return [Int8Method, Int8WeightMethod]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from octavo import CheckpointError, LinearLayer, QuantizedWeight, WeightSpec
+from octavo_w8a8.checks import FLOATS, check_input_scale, refuse_nan
 from octavo_w8a8.packing import fits, num_words, pack, unpack
 from octavo_w8a8.schemes import QuantArgs, Scheme
-from octavo_w8a8.stored import FLOATS, Stored, group_shape, packs_zeros
+from octavo_w8a8.stored import Stored, group_shape, packs_zeros
 
 _OLD_PACKING = "the old packing keeps codes whole in words, the new one is a bitstream"
 
@@ -38,6 +39,8 @@ def read(layer: LinearLayer, stored: Stored, tensors: Mapping[str, Tensor]) -> Q
         codes = unpack(tensors["weight_packed"], stored.weights.num_bits, layer.in_features, dense)
     else:
         codes = tensors["weight"]
+        if codes.dtype == torch.float8_e4m3fn:
+            refuse_nan(layer, codes)
     scales = tensors["weight_scale"]
     scales = scales.reshape(1, 1) if spec.group_shape == (-1, -1) else scales
     zeros = _read_zeros(layer, stored, tensors, scales, dense)
@@ -128,6 +131,7 @@ def _read_inputs(
                 found=zero.tolist(),
             )
         zero = None
+    check_input_scale(layer, "input_scale", tensors["input_scale"])
     return tensors["input_scale"], zero
 
 
@@ -152,6 +156,8 @@ def write(layer: LinearLayer, weight: QuantizedWeight, scheme: Scheme) -> dict[s
         tensors["weight_shape"] = torch.tensor([layer.out_features, layer.in_features])
     else:
         tensors["weight"] = weight.codes.contiguous()
+        if args.type == "float":
+            refuse_nan(layer, weight.codes)
     shape = (1,) if spec.group_shape == (-1, -1) else tuple(scales.shape)
     tensors["weight_scale"] = scales.reshape(shape).contiguous()
     tensors |= _write_zeros(weight, args, packed, shape)

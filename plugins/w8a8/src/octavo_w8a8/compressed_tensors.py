@@ -6,13 +6,11 @@ against it, `codes` turns tensors into numbers and back. Whether a layer is quan
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Self
 
-from pydantic import field_validator
+from pydantic import PrivateAttr, field_validator
 from torch import Tensor
 
 from octavo import (
@@ -27,6 +25,7 @@ from octavo import (
     TensorInfo,
     WeightSpec,
 )
+from octavo_w8a8.checks import Notices
 from octavo_w8a8.codes import read, write
 from octavo_w8a8.matching import best_match, matches
 from octavo_w8a8.schemes import (
@@ -39,8 +38,6 @@ from octavo_w8a8.schemes import (
     unread_scheme,
 )
 from octavo_w8a8.stored import Stored, examine, is_quantised
-
-logger = logging.getLogger(__name__)
 
 
 class CompressedTensorsConfig(QuantConfig):
@@ -76,6 +73,7 @@ class CompressedTensorsConfig(QuantConfig):
     kv_cache_scheme: QuantArgs | None = None
     sparsity_config: Mapping[str, Any] | None = None
     transform_config: Mapping[str, Any] | None = None
+    _notices: Notices = PrivateAttr(default_factory=Notices)
 
     @field_validator("format")
     @classmethod
@@ -198,10 +196,10 @@ class CompressedTensorsConfig(QuantConfig):
         meant = not matches(layer.name, self.ignore)
         if not is_quantised(layer, stored):
             if meant and "weight" in stored and (scheme := best_match(layer.name, self._schemes)) is not None:
-                _note(layer, f"is stored as plain numbers, though settings quantise {', '.join(scheme.targets)}")
+                self._note(layer, f"is stored as plain numbers, though settings quantise {', '.join(scheme.targets)}")
             return None
         if not meant:
-            _note(layer, "is stored quantised, though settings ignore it: the tensors count")
+            self._note(layer, "is stored quantised, though settings ignore it: the tensors count")
         return examine(layer, stored, self._scheme(layer))
 
     @property
@@ -214,13 +212,19 @@ class CompressedTensorsConfig(QuantConfig):
         if (scheme := best_match(layer.name, schemes)) is not None:
             return scheme
         if len(schemes) == 1:
-            _note(layer, f"is named by no targets: it is read by the only scheme, of {', '.join(schemes[0].targets)}")
+            self._note(
+                layer, f"is named by no targets: it is read by the only scheme, of {', '.join(schemes[0].targets)}"
+            )
             return schemes[0]
         raise CheckpointError(
             f"{layer.name}: it is quantised, but no entry of config_groups says how",
             expected="an entry of targets that names the layer or its class",
             found="; ".join(", ".join(scheme.targets) for scheme in schemes) or "no config_groups with weights",
         )
+
+    def _note(self, layer: LinearLayer, text: str) -> None:
+        """Tells a contradiction that changes no number, once for all layers of the same kind."""
+        self._notices.once(f"compressed-tensors: {re.sub(r'[.][0-9]+(?=[.])', '.*', layer.name)} {text}")
 
     # --- making checkpoints
 
@@ -265,13 +269,3 @@ def _kv_kind(place: str, args: QuantArgs) -> str:
             found=f"{args.code}, {shown}",
         )
     return args.code
-
-
-@lru_cache(maxsize=1024)
-def _warn_once(text: str) -> None:
-    logger.warning("compressed-tensors: %s", text)
-
-
-def _note(layer: LinearLayer, text: str) -> None:
-    """Tells a contradiction that changes no number, once for all layers of the same kind."""
-    _warn_once(f"{re.sub(r'[.][0-9]+(?=[.])', '.*', layer.name)} {text}")

@@ -26,7 +26,7 @@ from octavo import (
     TensorInfo,
     WeightSpec,
 )
-from octavo_w8a8.eight_bit import SCALE_TYPES, check_input_scale, check_scales, expect, missing, useless
+from octavo_w8a8.checks import FLOATS, check_input_scale, check_scales, expect, missing, refuse_nan, useless
 
 PER_TOKEN = ActivationSpec("fp8_e4m3")
 STATIC = ActivationSpec("fp8_e4m3", "per_tensor", dynamic=False)
@@ -35,7 +35,6 @@ DEFAULT_BLOCK = (128, 128)  # of files that store blocks without saying how larg
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
 _INPUT_SCALES = ("input_scale", "activation_scale", "act_scale")  # transformers and the first AutoFP8 name it otherwise
 _SCALARS: tuple[tuple[int, ...], ...] = ((), (1,))
-_NAN = 0x7F  # the magnitude bits of both NaN codes of e4m3fn, 0x7F and 0xFF
 
 Size = Annotated[int, Field(gt=0)]
 
@@ -86,7 +85,7 @@ class FP8Config(QuantConfig):
 
     @classmethod
     def goldens(cls) -> Sequence[Golden]:
-        from octavo_w8a8.goldens_fp8 import fp8_goldens
+        from octavo_w8a8.goldens import fp8_goldens
 
         return fp8_goldens()
 
@@ -141,7 +140,7 @@ class FP8Config(QuantConfig):
         else:
             shapes = [*_SCALARS, (rows, 1), (rows,)] if suffix == "weight_scale" else [*_SCALARS, grid]
         if isinstance(scales, TensorInfo):
-            expect(layer, scales, (*SCALE_TYPES, torch.float8_e8m0fnu), shapes)
+            expect(layer, scales, (*FLOATS, torch.float8_e8m0fnu), shapes)
         if self.weight_block_size is None and shape in _SCALARS:
             return -1, -1
         return blocks if suffix == "weight_scale_inv" else (1, -1)
@@ -160,7 +159,7 @@ class FP8Config(QuantConfig):
             raise useless(layer, headers[names[0]], reason, "set activation_scheme to static if the file is intact")
         for name in names:
             if name in headers:
-                expect(layer, headers[name], SCALE_TYPES, _SCALARS)
+                expect(layer, headers[name], FLOATS, _SCALARS)
         return _activation_of(group, static)
 
     # --- bits
@@ -176,7 +175,7 @@ class FP8Config(QuantConfig):
             scales = scales.to(torch.float32)
         if codes.dtype == torch.float8_e4m3fnuz:
             codes, scales = _from_fnuz(layer, codes, scales)
-        _refuse_nan(layer, codes)
+        refuse_nan(layer, codes)
         check_scales(layer, suffix, scales, codes, group)
         activation, input_scale = self._activation(layer, group, tensors), None
         if not activation.dynamic:
@@ -195,9 +194,9 @@ class FP8Config(QuantConfig):
         if (reason := self._why_not_write(spec)) is not None:
             raise CheckpointError(f"{layer.name}: fp8 cannot hold this weight: {reason}")
         assert scales is not None
-        if scales.dtype not in SCALE_TYPES:
+        if scales.dtype not in FLOATS:
             raise CheckpointError(f"{layer.name}: fp8 cannot hold this weight: its scales are of {scales.dtype}")
-        _refuse_nan(layer, weight.codes)
+        refuse_nan(layer, weight.codes)
         tensors = {"weight": weight.codes.contiguous()}
         if spec.group_shape == (-1, -1):
             shape = () if weight.input_scale is None else tuple(weight.input_scale.shape)
@@ -278,16 +277,6 @@ def _activation_of(group: tuple[int, int], static: bool) -> ActivationSpec:
     return PER_TOKEN if group[1] == -1 else ActivationSpec("fp8_e4m3", "per_group", group_size=group[1])
 
 
-def _refuse_nan(layer: LinearLayer, codes: Tensor) -> None:
-    if bad := int(((codes.view(torch.uint8) & _NAN) == _NAN).sum()):
-        raise CheckpointError(
-            f"{layer.name}: weight holds {bad} code(s) that are NaN",
-            tensor=f"{layer.name}.weight",
-            expected="no byte 0x7F or 0xFF, which are NaN in float8_e4m3fn",
-            hint="the file is damaged, or its weights overflowed when they were cast; export the model again",
-        )
-
-
 def _from_fnuz(layer: LinearLayer, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3fnuz codes and their scales as e4m3fn ones: the same bits mean twice as much, so the scales are halved.
 
@@ -300,7 +289,7 @@ def _from_fnuz(layer: LinearLayer, codes: Tensor, scales: Tensor) -> tuple[Tenso
             tensor=f"{layer.name}.weight",
             hint="the file is damaged; export the model again",
         )
-    if top := int(((raw & _NAN) == _NAN).sum()):
+    if top := int(((raw & 0x7F) == 0x7F).sum()):
         raise CheckpointError(
             f"{layer.name}: weight holds {top} code(s) of +-240 in float8_e4m3fnuz, which float8_e4m3fn cannot hold exactly",
             tensor=f"{layer.name}.weight",

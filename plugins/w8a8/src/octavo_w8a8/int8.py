@@ -21,7 +21,7 @@ from octavo import (
     TensorInfo,
     WeightSpec,
 )
-from octavo_w8a8.eight_bit import SCALE_TYPES, check_scales, expect, missing, useless
+from octavo_w8a8.checks import FLOATS, check_scales, expect, missing, useless
 
 SPEC = WeightSpec("int8", (1, -1), activation=ActivationSpec("int8"))
 
@@ -43,7 +43,7 @@ class W8A8Int8Config(QuantConfig):
 
     @classmethod
     def goldens(cls) -> Sequence[Golden]:
-        from octavo_w8a8.goldens_fp8 import int8_goldens
+        from octavo_w8a8.goldens import int8_goldens
 
         return int8_goldens()
 
@@ -81,7 +81,7 @@ class W8A8Int8Config(QuantConfig):
         expect(layer, weight, (torch.int8,), [(rows, layer.in_features)])
         if "weight_scale" not in stored:
             raise missing(layer, "weight_scale", weight)
-        expect(layer, stored["weight_scale"], SCALE_TYPES, [(rows, 1), (rows,)])
+        expect(layer, stored["weight_scale"], FLOATS, [(rows, 1), (rows,)])
         if "weight_zero_point" in stored:
             expect(layer, stored["weight_zero_point"], (torch.int8,), [(rows, 1), (rows,)])
         if "input_scale" in stored:
@@ -107,7 +107,7 @@ class W8A8Int8Config(QuantConfig):
         weight.check(layer)
         if weight.spec != SPEC or weight.scales is None:
             raise CheckpointError(f"{layer.name}: w8a8_int8 cannot hold this weight: it is {weight.spec}, not {SPEC}")
-        if weight.scales.dtype not in SCALE_TYPES:
+        if weight.scales.dtype not in FLOATS:
             raise CheckpointError(f"{layer.name}: w8a8_int8 cannot hold scales of {weight.scales.dtype}")
         tensors = {"weight": weight.codes.contiguous(), "weight_scale": weight.scales.contiguous()}
         return tensors if weight.bias is None else tensors | {"bias": weight.bias}

@@ -7,7 +7,7 @@ exact, so a row's result does not depend on the rows beside it; the rest is fp32
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo import CheckpointError, LinearMethod, LinearRequest, Platform, QuantizedWeight, quantize_inputs
+from octavo import CheckpointError, LinearMethod, LinearRequest, QuantizedWeight, quantize_inputs
 
 MAX_INPUTS = 131_071  # 2^31 - 1 over 128 * 128: sums of products of two int8 stay in int32
 MAX_INPUTS_ASYMMETRIC = 65_535  # the zeros, times the sum of a row, may add as much again
@@ -24,11 +24,6 @@ _CHUNK = 1024  # products of at most 128 * 128 whose sums fp32 holds exactly, in
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """(tokens, in) int8 and (out, in) int8 -> (tokens, out) int32, exact."""
-
-
-def linear_methods(platform: Platform) -> Sequence[type[LinearMethod]]:
-    """The kernels of this plugin."""
-    return [Int8Method, Int8WeightMethod]
 
 
 class Int8Method(LinearMethod):

@@ -27,7 +27,8 @@ def unpack(words: Tensor, bits: int, count: int, dense: bool = True) -> Tensor:
     """int32 words (.., W) -> uint8 codes (.., count); W is `num_words` of the count or more."""
     mask = 2**bits - 1
     if 8 % bits == 0:  # byte by byte: a quarter of the memory traffic
-        parts = words.contiguous().view(torch.uint8)
+        # flat, because the stride of a single column may be anything, also in what torch calls contiguous
+        parts = words.reshape(-1).view(torch.uint8).reshape(*words.shape[:-1], 4 * words.shape[-1])
         return torch.stack([(parts >> shift) & mask for shift in range(0, 8, bits)], -1).flatten(-2)[..., :count]
     period, places = _places(bits, dense)
     tiles = torch.unflatten(F.pad(words, (0, -words.shape[-1] % period)), -1, (-1, period))

@@ -18,6 +18,8 @@ _HARMLESS_ARGS = frozenset(
     ["observer", "observer_kwargs", "zp_dtype"]
 )  # how scales were found, and a type tensors show
 
+_MOST_REPEATS = 8
+
 Strategy = Literal["tensor", "channel", "group", "block", "token", "attn_head"]
 
 
@@ -183,14 +185,36 @@ def _is_kv_proj(target: str) -> bool:
 
 
 def check_targets(value: tuple[str, ...]) -> tuple[str, ...]:
-    """The same targets; raises ValueError for a pattern that is no regular expression."""
+    """The same targets; raises ValueError for a pattern that is no regular expression, or might take for ever."""
     for target in value:
         if target.startswith("re:"):
+            if (reason := _why_slow(target.removeprefix("re:"))) is not None:
+                raise ValueError(f"'{target}' {reason}: matching could take for ever; write it more simply")
             try:
                 re.compile(target.removeprefix("re:"))
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"'{target}' is no regular expression: {error}") from None
     return value
+
+
+def _why_slow(pattern: str) -> str | None:
+    """Why matching, which Python cannot interrupt, might not end; a model folder's patterns are nobody's in particular."""
+    plain = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)
+    plain = re.sub(r"\[\^?\]?[^\]]*\]", "x", plain)  # a set is one character
+    if len(re.findall(r"[*+]|\{\d*,", plain)) > _MOST_REPEATS:
+        return f"has more than {_MOST_REPEATS} open repeats"
+    branching = [False]  # for each open group: whether it can match one text in several ways
+    for at, character in enumerate(plain):
+        if character == "(":
+            branching.append(False)
+        elif character == ")" and len(branching) > 1:
+            inner = branching.pop()
+            if inner and re.match(r"[*+]|\{", plain[at + 1 :]):
+                return "repeats a group that itself holds a repeat or an alternative"
+            branching[-1] |= inner
+        elif character in "*+{|" or (character == "?" and plain[at - 1 : at] not in ("(", "")):
+            branching[-1] = True
+    return None
 
 
 def check_format(value: str) -> str:

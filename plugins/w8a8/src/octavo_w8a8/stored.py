@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from octavo import CheckpointError, LinearLayer, TensorInfo, WeightSpec
+from octavo_w8a8.checks import FLOATS, missing
 from octavo_w8a8.packing import num_words
 from octavo_w8a8.schemes import QuantArgs, Scheme
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int8, torch.int32, torch.int64)
 _FLOAT_ZEROS = (*FLOATS, torch.float8_e4m3fn)
 _QPARAMS = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale", "input_zero_point")
@@ -52,7 +52,7 @@ def is_quantised(layer: LinearLayer, stored: Mapping[str, TensorInfo]) -> bool:
         return True
     if "weight" not in stored:
         if qparams:
-            raise _missing(layer, "weight", stored[qparams[0]], "nor is there a weight_packed")
+            raise missing(layer, "weight", stored[qparams[0]], "nor is there a weight_packed")
         return False
     weight = stored["weight"]
     if weight.dtype in (torch.int8, torch.float8_e4m3fn):
@@ -92,7 +92,7 @@ def examine(layer: LinearLayer, stored: Mapping[str, TensorInfo], scheme: Scheme
     else:
         _check_shape(layer, weight, (layer.out_features, layer.in_features))
     if "weight_scale" not in stored:
-        raise _missing(layer, "weight_scale", weight)
+        raise missing(layer, "weight_scale", weight)
     group = _granularity(layer, stored["weight_scale"], scheme)
     g_idx = _check_order(layer, stored, weights, group)
     has_zeros = _check_zeros(layer, stored, weights, packs_zeros(packed, group))
@@ -188,7 +188,7 @@ def _check_order(
         _check_shape(layer, info, (layer.in_features,), (torch.int32, torch.int64))
         return group[1] != -1 and group[0] == 1
     if weights.actorder and group[1] != -1:
-        raise _missing(
+        raise missing(
             layer, "weight_g_idx", stored["weight_scale"], "the settings say actorder: group, whose groups it lists"
         )
     return False
@@ -239,9 +239,9 @@ def _check_inputs(layer: LinearLayer, stored: Mapping[str, TensorInfo], inputs: 
     if inputs is None or inputs.dynamic:
         return  # parameters that calibration left behind mean nothing where they are computed anew
     if scale is None:
-        raise _missing(layer, "input_scale", stored["weight_scale"], "the settings say that inputs have static scales")
+        raise missing(layer, "input_scale", stored["weight_scale"], "the settings say that inputs have static scales")
     if not inputs.symmetric and zero is None:
-        raise _missing(layer, "input_zero_point", scale, "the settings say that inputs are asymmetric")
+        raise missing(layer, "input_zero_point", scale, "the settings say that inputs are asymmetric")
 
 
 def _check_matrix(layer: LinearLayer, info: TensorInfo) -> None:
@@ -281,13 +281,4 @@ def _error(layer: LinearLayer, info: TensorInfo | None, what: str, **facts: obje
         expected=facts.get("expected"),
         found=facts.get("found"),
         hint=None if hint is None else str(hint),
-    )
-
-
-def _missing(layer: LinearLayer, name: str, other: TensorInfo, hint: str | None = None) -> CheckpointError:
-    return CheckpointError(
-        f"{layer.name}: {name} is missing beside {other.name.rpartition('.')[2]}",
-        file=other.file or None,
-        tensor=f"{layer.name}.{name}",
-        hint=hint,
     )

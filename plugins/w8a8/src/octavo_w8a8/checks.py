@@ -1,7 +1,8 @@
-"""What fp8 and w8a8_int8 checkpoints check alike: headers of a layer's tensors, and scales worth believing."""
+"""What the formats check alike: headers of a layer's tensors, codes and scales worth believing; and what was told already."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -9,14 +10,36 @@ from torch import Tensor
 
 from octavo import CheckpointError, LinearLayer, TensorInfo
 
-SCALE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+logger = logging.getLogger(__name__)
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""Types of stored scales."""
+_NAN = 0x7F  # the magnitude bits of both NaN codes of e4m3fn, 0x7F and 0xFF
+
+
+class Notices:
+    """What was already told of one checkpoint; no part of its settings, so all are equal."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Notices)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def once(self, text: str) -> None:
+        """Logs a warning unless the same one was logged."""
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning(text)
 
 
 def missing(layer: LinearLayer, suffix: str, beside: TensorInfo, hint: str | None = None) -> CheckpointError:
     """The error for a tensor that must accompany another one."""
     return CheckpointError(
         f"{layer.name}: {suffix} is missing beside {beside.name.rpartition('.')[2]}",
-        file=beside.file,
+        file=beside.file or None,
         tensor=f"{layer.name}.{suffix}",
         hint=hint,
     )
@@ -78,4 +101,15 @@ def check_input_scale(layer: LinearLayer, suffix: str, scale: Tensor) -> None:
             expected="a positive number",
             found=scale.flatten().tolist(),
             hint="the calibration never ran this layer, or the file is damaged",
+        )
+
+
+def refuse_nan(layer: LinearLayer, codes: Tensor) -> None:
+    """Raises CheckpointError for codes of float8_e4m3fn that are NaN."""
+    if bad := int(((codes.view(torch.uint8) & _NAN) == _NAN).sum()):
+        raise CheckpointError(
+            f"{layer.name}: weight holds {bad} code(s) that are NaN",
+            tensor=f"{layer.name}.weight",
+            expected="no byte 0x7F or 0xFF, which are NaN in float8_e4m3fn",
+            hint="the file is damaged, or its weights overflowed when they were cast; export the model again",
         )
