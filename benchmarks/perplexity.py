@@ -1,7 +1,8 @@
 """Perplexity of a model over a text, computed by the engine itself: paged memory, chunked prefill, the kernels that serve.
 
 The text is tokenised once, without special tokens, and cut into windows of 1024 tokens that do not overlap; each gives the
-negative log likelihood of its last 1023 tokens. Printed is exp(mean) over the first n windows: compare equal n only.
+negative log likelihood of its last 1023 tokens. Printed is exp(mean) over the first n windows: compare equal n only. K and V
+are written to blocks before any token reads them, so what `--kv-cache-dtype` loses is lost here too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def main() -> int:
     parser.add_argument("--quantization", help="format that the checkpoint must have")
     parser.add_argument("--linear-kernels", default="", help="kernels by layer pattern, as for octavo")
     parser.add_argument("--kv-cache-dtype", default="auto", help="how K and V are stored (auto)")
+    parser.add_argument("--kv-cache-dtype-map", default="", help="how K and V of single layers are stored")
+    parser.add_argument("--kv-scales", help="file of calibrated scales of K and V, or 'unit'")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     try:
@@ -53,6 +56,8 @@ def main() -> int:
             dtype="float32",
             linear_kernels=options.linear_kernels,
             kv_cache_dtype=options.kv_cache_dtype,
+            kv_cache_dtype_map=options.kv_cache_dtype_map,
+            kv_scales=options.kv_scales,
             max_model_len=2048,
             max_num_seqs=1,
             max_num_batched_tokens=2048,
@@ -62,11 +67,18 @@ def main() -> int:
         print(f"perplexity: {error}", file=sys.stderr)
         return error.exit_code
     kernels = sorted({f"{r.kernel} ({r.spec})" for r in llm.engine.model_info.linears})
+    plan = llm.engine.executor.runner.kv_plan
+    kv = f"{plan.format}, {plan.bytes_per_token:,.0f} bytes a token"
     if options.json:
-        print(json.dumps({"perplexity": value, "windows": options.windows, "seconds": seconds, "kernels": kernels}))
+        print(
+            json.dumps(
+                {"perplexity": value, "windows": options.windows, "seconds": seconds, "kernels": kernels, "kv": kv}
+            )
+        )
     else:
         print(
-            f"perplexity {value:.4f} over {options.windows} windows in {seconds:.0f} s; kernels: {', '.join(kernels)}"
+            f"perplexity {value:.4f} over {options.windows} windows in {seconds:.0f} s; KV: {kv}; "
+            f"kernels: {', '.join(kernels)}"
         )
     return 0
 

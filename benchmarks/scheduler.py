@@ -30,9 +30,10 @@ POOLS = (1_000, 10_000, 100_000, 1_000_000)
 ARRIVALS = 256
 SHARED_TOKENS, OWN_TOKENS = 512, 16
 BLOCKED_POOL = 10_000
+SWAPPED = 16
 
 
-def make_scheduler(num_blocks: int, caching: bool = True) -> Scheduler:
+def make_scheduler(num_blocks: int, caching: bool = True, **settings: Any) -> Scheduler:
     """A scheduler whose free blocks lie in random order."""
     scheduler = Scheduler(
         num_blocks,
@@ -40,6 +41,7 @@ def make_scheduler(num_blocks: int, caching: bool = True) -> Scheduler:
         max_num_seqs=max(RUNNING),
         max_num_batched_tokens=BLOCKED_POOL * BLOCK_SIZE,
         enable_prefix_caching=caching,
+        **settings,
     )
     blocks = scheduler.pool.allocate(num_blocks)
     Random(0).shuffle(blocks)
@@ -101,6 +103,31 @@ def decode_us(scheduler: Scheduler, num_running: int, steps: int) -> float | Non
     return cost
 
 
+def beside_preempted_us(scheduler: Scheduler, num_running: int, steps: int) -> float:
+    """The same while 16 preempted requests of 512 tokens wait for a seat: swapped if there are host blocks, else to recompute.
+
+    Needs a scheduler by priority, as the others must run before them.
+    """
+    params = SamplingParams(max_tokens=None)
+    for i in range(SWAPPED):
+        scheduler.add(Request(f"preempted-{i}", [i] * SHARED_TOKENS, params, priority=1))
+    start(scheduler)
+    for _ in range(SWAPPED):
+        scheduler._preempt(scheduler.running[-1], Step())
+    scheduler.max_num_seqs = num_running
+    for i in range(num_running):
+        scheduler.add(Request(str(i), [i, *range(i % BLOCK_SIZE)], params))
+    while any(len(r.token_ids) == r.num_prompt_tokens for r in scheduler):
+        step = scheduler.schedule()
+        scheduler.commit(step, answer(step))
+    output = StepOutput([7] * num_running)
+    cost = time_us(lambda: scheduler.commit(scheduler.schedule(), output), steps)
+    assert scheduler.num_swapped == (SWAPPED if scheduler.swap.host.num_blocks else 0)
+    scheduler.max_num_seqs = max(RUNNING)
+    clear(scheduler)
+    return cost
+
+
 def arrival_us(scheduler: Scheduler, shared: bool, waves: int) -> float:
     """One request's whole stay: queued, admitted, computed in one step, published, ended, its blocks freed.
 
@@ -158,6 +185,9 @@ def measure(steps: int, rounds: int) -> dict[str, Any]:
     decode: dict[int, dict[int, float | None]] = {n: dict.fromkeys(POOLS) for n in RUNNING}
     arrivals: dict[int, dict[str, float | None]] = {pool: {} for pool in POOLS[1:]}
     blocked: dict[str, float | None] = {}
+    plain = make_scheduler(POOLS[-1], caching=False, by_priority=True)
+    full = make_scheduler(POOLS[-1], by_priority=True, num_host_blocks=POOLS[1])
+    features: dict[int, dict[str, float | None]] = {n: {} for n in RUNNING}
     for _ in range(rounds):
         for n, pool in product(RUNNING, POOLS):
             _keep(decode[n], pool, decode_us(schedulers[pool], n, steps))
@@ -166,6 +196,9 @@ def measure(steps: int, rounds: int) -> dict[str, Any]:
             _keep(costs, "nothing in common", arrival_us(schedulers[pool], False, 3))
             _keep(costs, "512 of 528 tokens cached", arrival_us(schedulers[pool], True, 3))
         _keep(blocked, "", blocked_us(steps // 2))
+        for n, costs in features.items():
+            _keep(costs, "plain", beside_preempted_us(plain, n, steps))
+            _keep(costs, "full", beside_preempted_us(full, n, steps))
     fitting = {n: [cost for cost in decode[n].values() if cost is not None] for n in RUNNING}
     return {
         "decode_us_per_step": decode,
@@ -173,6 +206,7 @@ def measure(steps: int, rounds: int) -> dict[str, Any]:
         "growth_with_pool": {n: round(fitting[n][-1] / fitting[n][0], 2) for n in RUNNING},
         "arrival_us_per_request": arrivals,
         "blocked_us_per_step": blocked[""],
+        "beside_preempted_us_per_step": features,
     }
 
 
@@ -200,6 +234,9 @@ def show(results: dict[str, Any]) -> None:
         f"\n{ARRIVALS} decoding while a cached prompt of {BLOCKED_POOL // 2} blocks waits and is evicted bit by bit: "
         f"{results['blocked_us_per_step']} us a step"
     )
+    print(f"\n{SWAPPED} preempted requests wait, pool of 10^6 blocks: us a step without and with prefix cache and swap")
+    for n, costs in results["beside_preempted_us_per_step"].items():
+        print(f"{n:>8} running  {costs['plain']} {costs['full']}  ratio {costs['full'] / costs['plain']:.2f}")
 
 
 def main() -> None:

@@ -157,6 +157,14 @@ class DeclaresMoreThanItKeeps(Small):
         return super().forward(x) if len(x) != 1 else super().forward(x.flip(1).flip(1) * 1.0000001)
 
 
+@caught_by("test_a_row_alone_equals_the_row_in_a_batch")
+class KeepsBitsOnlyAlone(Small):
+    batch_invariant = True
+
+    def forward(self, x):
+        return super().forward(x) if len(x) in (1, 64) else super().forward(x * 1.0000001)
+
+
 @caught_by("test_refuses_what_has_no_meaning")
 class RefusesNothing(Small):
     @classmethod
@@ -211,6 +219,13 @@ class ReadsUnwrittenSlots(PagedToy):
     def gather(self, blocks, length):
         whole = blocks.transpose(1, 2).flatten(0, 1).float()
         return whole[:length] + 0 * whole[-1]
+
+
+@caught_by("test_blocks_that_left_the_window_are_not_read")
+class MasksWhatLeftTheWindow(PagedToy):
+    def gather(self, blocks, length):
+        whole = super().gather(blocks, length)
+        return whole + 0 * whole[0]
 
 
 @caught_by("test_heads_share_kv_heads")
@@ -286,6 +301,15 @@ class KeepsThePlan(PagedToy):
 
     def forward(self, layer, query, kv, plan):
         return super().forward(layer, query[: sum(self.batch.query_lens_list)], kv, self.batch)
+
+
+@caught_by("test_a_token_does_not_depend_on_its_chunk")
+class LooksAtItsChunk(PagedToy):
+    batch_invariant = True
+
+    def forward(self, layer, query, kv, plan):
+        out = super().forward(layer, query, kv, plan)
+        return out * 1.0000002 if plan.query_lens_list == [7] else out
 
 
 @caught_by("test_modifies_nothing")

@@ -1,8 +1,8 @@
 """A scheduler with simulated workers, and every check that can be made from outside.
 
 The simulated K and V of a position are a checksum of the tenant and of all tokens up to it, as a real model's depend on all
-of them. Blocks are poisoned when they are freed and when they are given out, so that a read of anything but what this
-request (or an equal prefix) wrote is seen at once.
+of them. Blocks, of the device and of the host, are poisoned when they are freed and when they are given out, so that a read of
+anything but what this request (or an equal prefix) wrote is seen at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from zlib import crc32
 from octavo.engine.request import Request, Status
 from octavo.engine.sampling_params import SamplingParams
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.stats import kv_use
 from octavo.engine.step import Step, StepOutput
 
 VOCAB = 6  # few tokens: random prompts share prefixes, and ends come early
@@ -64,6 +65,7 @@ class World:
             num_blocks, block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **settings
         )
         self.memory = [[POISON] * block_size for _ in range(num_blocks)]
+        self.host = [[POISON] * block_size for _ in range(self.scheduler.swap.host.num_blocks)]
         self.requests: dict[str, Request] = {}
         """All sequences there ever were, by name; of several with one name the last."""
         self.sequences: list[Request] = []
@@ -119,18 +121,29 @@ class World:
     def output(self, name: str) -> list[int]:
         return self.requests[name].output_token_ids
 
-    def step(self, failing: Collection[str] = ()) -> dict[str, int]:
-        """Runs a step, with errors in the requests named; returns how many tokens of which request were in it."""
+    def step(self, failing: Collection[str] = (), broken_moves: bool = False) -> dict[str, int]:
+        """Runs a step, with errors in the requests named; returns how many tokens of which request were in it.
+
+        With `broken_moves`, blocks that the step moves are lost and the engine says so.
+        """
         scheduler = self.scheduler
-        running, num_preempted = list(scheduler.running), scheduler.stats.num_preemptions
+        running = {request: request.num_preemptions for request in scheduler.running}
         self.last = step = scheduler.schedule()
         assert bool(step.requests) == (len(scheduler) > 0), "deadlock: requests are left, but the step is empty"
-        preempted = [request for request in running if request.status is Status.WAITING]
-        assert scheduler.stats.num_preemptions - num_preempted == len(preempted)
-        assert not preempted or running[0] not in preempted, "the first in order was preempted"
+        preempted = [request for request, before in running.items() if request.num_preemptions > before]
+        assert all(request.num_preemptions <= running[request] + 1 for request in preempted), (
+            "preempted twice in a step"
+        )
+        first = next(iter(running), None)
+        assert first not in preempted or (first.overtook and scheduler.running), "the first in order was preempted"
         scheduled = dict(zip(step.requests, step.num_scheduled_tokens, strict=True))
         self._check_step(scheduled, used_up=bool(preempted))
-        output = self.execute(step)
+        if broken_moves and (step.swap_out or step.swap_in or step.block_copies):
+            scheduler.distrust_host()
+            self.host = [[POISON] * scheduler.pool.block_size for _ in self.host]
+            output, failing = StepOutput([-1] * len(scheduled)), {request.request_id for request in scheduled}
+        else:
+            output = self.execute(step)
         output.errors = {i: "broke" for i, request in enumerate(scheduled) if request.request_id in failing}
         self.ended_early.update((step.requests[i], "error") for i in output.errors)
         for i, children in scheduler.commit(step, output).items():
@@ -159,10 +172,16 @@ class World:
     def execute(self, step: Step) -> StepOutput:
         """Writes the simulated K and V of the step, reads back each request's whole history, and samples."""
         pool, size = self.scheduler.pool, self.scheduler.pool.block_size
-        copied = {target: list(self.memory[source]) for source, target in step.block_copies}
-        assert len(copied) == len(step.block_copies), "two copies go to one block"
-        for target, content in copied.items():
-            self.memory[target] = content
+        memory, host = self.memory, self.host
+        for sources, targets, pairs in (
+            (memory, host, step.swap_out),
+            (host, memory, step.swap_in),
+            (memory, memory, step.block_copies),
+        ):
+            moved = {target: list(sources[source]) for source, target in pairs}
+            assert len(moved) == len(pairs), "two blocks are moved to one"
+            for target, content in moved.items():
+                targets[target] = content
         scheduled = [
             (request, request.num_computed_tokens, request.num_computed_tokens + num)
             for request, num in zip(step.requests, step.num_scheduled_tokens, strict=True)
@@ -182,7 +201,10 @@ class World:
         output = StepOutput([])
         for i, (request, _, end) in enumerate(scheduled):
             read = [value for block in request.block_ids for value in self.memory[block]]
-            assert read[:end] == simulated_kv(request, end)
+            window = self.scheduler.window
+            seen = 0 if window is None else max(0, request.num_computed_tokens - window + 1) // size
+            assert request.num_dropped_blocks == seen, "a block outside the window is held, or one inside is not"
+            assert read[seen * size : end] == simulated_kv(request, end)[seen * size :]
             if end < len(request.token_ids):
                 output.token_ids.append(-1)
                 continue
@@ -194,19 +216,33 @@ class World:
     def check(self) -> None:
         """What holds between steps; poisons what is free."""
         scheduler, pool, live = self.scheduler, self.scheduler.pool, self.live
-        pool.check(request.block_ids for request in live)
+        pool.check(request.held_block_ids for request in live)
         for block, references in enumerate(pool.ref_counts):
             if not references and pool._keys[block] is None:
                 self.memory[block] = [POISON] * pool.block_size
+        swapped = [request for request in live if request.status is Status.SWAPPED]
+        assert scheduler.num_swapped == len(swapped)
+        scheduler.swap.check(swapped)
+        for block, references in enumerate(scheduler.swap.host.ref_counts):
+            if not references:
+                self.host[block] = [POISON] * pool.block_size
         assert scheduler.running == sorted(scheduler.running, key=scheduler._order)
         assert set(scheduler.running) == {request for request in live if request.status is Status.RUNNING}
         waiting = [request for request in live if request.status is Status.WAITING]
         assert scheduler.num_waiting == len(waiting)
-        if scheduler.running and waiting and not scheduler.by_priority:
-            last, first = scheduler.running[-1], min(waiting, key=scheduler._order)
-            assert scheduler._order(last) < scheduler._order(first), "a later request overtook an earlier one"
+        if (waiting or swapped) and not scheduler.by_priority:
+            first = min(map(scheduler._order, [*waiting, *swapped]))
+            late = [request for request in scheduler.running if scheduler._order(request) > first]
+            assert all(request.overtook for request in late), "a later request overtook an earlier one"
         assert scheduler.stats.num_preemptions == sum(request.num_preemptions for request in self.sequences)
         assert not any(request.block_ids for request in self.sequences if request.status is not Status.RUNNING)
+        assert not any(request.host_block_ids for request in self.sequences if request.status is not Status.SWAPPED)
+        use = kv_use(pool, scheduler.running)
+        held = {block for request in scheduler.running for block in request.held_block_ids}
+        assert (use.num_blocks, use.num_references) == (len(held), sum(pool.ref_counts))
+        assert 0 <= use.num_empty_slots <= use.num_references * pool.block_size
+        if not scheduler.running:
+            assert (use.utilization, use.sharing) == (1, 1)
         for request in self.sequences:
             if request not in self._checked and request.finished:
                 self._check_finished(request)
@@ -233,8 +269,8 @@ class World:
     def drain(self) -> None:
         """Runs until all have ended, and checks that this takes no longer than the rules allow."""
         # In order of arrival the first unfinished request gains a token in every step. Priorities may let it wait for all
-        # that run, each of which in turn is first at some time.
-        bound = sum(request.limit_tokens * (request.num_pending_forks + 1) for request in self.live)
+        # that run, each of which in turn is first at some time. Before it is admitted, each other may overtake it once.
+        bound = 2 * sum(request.limit_tokens * (request.num_pending_forks + 1) for request in self.live)
         bound *= len(self.scheduler.running) + 1 if self.scheduler.by_priority else 1
         for _ in range(bound):
             if not len(self.scheduler):
@@ -243,6 +279,7 @@ class World:
         assert len(self.scheduler) == 0, "not all requests ended"
         assert self.step() == {}
         assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
+        assert self.scheduler.swap.host.num_free == self.scheduler.swap.host.num_blocks
         families = Counter(request.parent_id for request in self.sequences)
         for request in self.sequences:
             if request.sequence_index == 0 and request not in self.ended_early:

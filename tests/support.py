@@ -23,7 +23,7 @@ from octavo.attention.backend import AttentionRequest
 from octavo.attention.kv_format import AttentionStep, PagedKV, PlainKV
 from octavo.attention.reference import ReferenceAttention
 from octavo.engine.in_process import InProcessExecutor
-from octavo.engine.request import Request
+from octavo.engine.request import Request, Status
 from octavo.engine.runner import Runner
 from octavo.testing import ScriptedModel, hostile, tiny_tokenizer
 
@@ -35,14 +35,17 @@ def registry() -> Registry:
 
 
 def make_hostile(llm: LLM) -> LLM:
-    """Fills every free block that holds no cached prefix with NaN before each step."""
+    """Fills every free block that holds no cached prefix, and every free host block, with NaN before each step."""
     engine = llm.engine
-    pool, step = engine.scheduler.pool, engine.step
+    scheduler, step = engine.scheduler, engine.step
+    pool, host = scheduler.pool, scheduler.swap.host
 
     def poisoned_step() -> object:
         free = [b for b in range(pool.num_blocks) if pool.ref_counts[b] == 0 and pool._keys[b] is None]
         hostile(engine.executor.runner.kv, free)
-        pool.check([r.block_ids for r in engine.scheduler])
+        hostile(engine.executor.runner.kv, [b for b in range(host.num_blocks) if host.ref_counts[b] == 0], host=True)
+        pool.check([r.held_block_ids for r in scheduler])
+        scheduler.swap.check([r for r in scheduler if r.status is Status.SWAPPED])
         return step()
 
     engine.step = poisoned_step

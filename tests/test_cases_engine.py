@@ -23,6 +23,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return tiny_model(tmp_path_factory.mktemp("model"), request.param, **window)
 
 
+@pytest.fixture(scope="module")
+def unlimited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without sliding windows: what it computed stays in memory."""
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
 def engine(folder: Path, *, blocks: int = 64, hostile: bool = True, **settings: object) -> LLM:
     llm = LLM(str(folder), registry=registry(), num_blocks_override=blocks, **settings)
     return make_hostile(llm) if hostile else llm
@@ -41,27 +47,27 @@ def together(llm: LLM, prompts: list[dict[str, list[int]]], params: SamplingPara
 # --- V11
 
 
-def test_v11_prompt_over_the_pool_is_refused_and_others_are_served(folder: Path) -> None:
-    llm = engine(folder, blocks=10, block_size=16)
+def test_v11_prompt_over_the_pool_is_refused_and_others_are_served(unlimited: Path) -> None:
+    llm = engine(unlimited, blocks=10, block_size=16)
     with pytest.raises(RequestError, match=r"200 tokens.*holds 160"):
         llm.generate(prompt(200), GREEDY)
-    assert together(llm, [prompt(5)]) == solo(folder, [prompt(5)])
+    assert together(llm, [prompt(5)]) == solo(unlimited, [prompt(5)])
 
 
-def test_v11_output_runs_to_the_pool_limit(folder: Path) -> None:
-    llm = engine(folder, blocks=10, block_size=16)
+def test_v11_output_runs_to_the_pool_limit(unlimited: Path) -> None:
+    llm = engine(unlimited, blocks=10, block_size=16)
     (output,) = llm.generate(prompt(150), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     assert output.outputs[0].finish_reason == "length"
     assert len(output.outputs[0].token_ids) == 10
     assert llm.stats().num_free_blocks == 10
 
 
-def test_v11_bad_prompt_in_a_list_leaves_nothing_behind(folder: Path) -> None:
-    llm = engine(folder, blocks=10)
+def test_v11_bad_prompt_in_a_list_leaves_nothing_behind(unlimited: Path) -> None:
+    llm = engine(unlimited, blocks=10)
     with pytest.raises(RequestError, match="prompt 1: "):
         llm.generate([prompt(5), prompt(500)], GREEDY)
     assert not llm.engine.has_unfinished
-    assert together(llm, [prompt(5)]) == solo(folder, [prompt(5)])
+    assert together(llm, [prompt(5)]) == solo(unlimited, [prompt(5)])
 
 
 # --- V12
@@ -113,7 +119,7 @@ def test_v16_preemption_changes_no_token(folder: Path, budget: int, caching: boo
     prompts = [prompt(20 + n, n) for n in range(8)]
     llm = engine(
         folder,
-        blocks=12 if budget > 16 else 5,
+        blocks=5,
         block_size=16,
         max_num_batched_tokens=budget,
         max_num_seqs=min(budget, 256),
@@ -127,7 +133,7 @@ def test_v16_preemption_changes_no_token(folder: Path, budget: int, caching: boo
 def test_v16_sampled_requests_survive_preemption_too(folder: Path) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=24, ignore_eos=True)
     prompts = [prompt(20 + n, n) for n in range(8)]
-    llm = engine(folder, blocks=12)
+    llm = engine(folder, blocks=5)
     assert together(llm, prompts, params) == solo(folder, prompts, params)
     assert llm.stats().scheduler.num_preemptions > 0
 

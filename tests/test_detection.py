@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import pytest
-import torch
 from kit_subjects import NibbleConfig
 
-from octavo import CheckpointError, ConfigError, KVGeometry, QuantConfig, QuantSource
+from octavo import CheckpointError, ConfigError, QuantConfig, QuantSource
 from octavo.engine.kv_plan import choose_kv_format
 from octavo.quant.detection import detect_format
 
@@ -70,7 +69,7 @@ def choose(name: str, stored: str | None, *more: str) -> str:
 
     formats = dict(registry().kv_formats)
     formats |= {other: type("Other", (formats["float32"],), {"name": other}) for other in more}
-    return choose_kv_format(name, formats, KVGeometry(1, 1, 8, 16, torch.float32), stored).name
+    return choose_kv_format(name, formats, stored).name
 
 
 def test_auto_follows_what_the_checkpoint_was_calibrated_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ READMES = [ROOT / "README.md", ROOT / "core" / "README.md", *(package / "README.
 # Imports go down this list, never sideways between members of one line: octavo.quant never imports octavo.attention.
 LAYERS = (
     ("errors", "hookspecs"),
-    ("config", "platforms"),
+    ("config", "platforms", "product"),
     ("quant", "attention"),
     ("plugins",),
     ("model",),
@@ -39,7 +39,7 @@ LAYERS = (
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 DOORS = ("__init__", "plugins", "builtin")  # they reach every contract, but lazily
 MAX_SOURCE_LINES, MAX_TEST_LINES = 400, 600
-MAX_CORE_LINES = 6_550
+MAX_CORE_LINES = 7_650
 
 
 def python_files(*folders: Path) -> list[Path]:

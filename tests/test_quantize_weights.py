@@ -15,6 +15,7 @@ from support import all_logits, registry
 
 from octavo import LLM, ConfigError, LinearLayer, WeightSpec, round_to_nearest
 from octavo.cli import main
+from octavo.quant.online import SCHEMES
 from octavo.testing import tiny_model
 from octavo_awq.config import AWQConfig
 
@@ -375,3 +376,23 @@ def test_memory_falls_as_planned(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert after < share * before
     assert after_plan < share * before_plan
     assert after_plan == pytest.approx(after, rel=0.15)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_v07_groups_of_zeros_and_of_tiny_numbers(tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
+    """A group that is all zero, or smaller than the smallest normal number, gives finite scales and weights near it."""
+    spec = SCHEMES[scheme](LinearLayer("layer", 128, 4))
+    assert spec is not None
+    tiny = torch.finfo(dtype).tiny
+    weight = torch.zeros(4, 128, dtype=dtype)
+    weight[1, ::3], weight[2, ::2], weight[3] = 1.0, tiny / 4, torch.linspace(-2, 3, 128)
+    quantised = round_to_nearest(weight, spec)
+    quantised.check(LinearLayer("layer", 128, 4))
+    back = quantised.dequantize()
+    assert quantised.scales is not None
+    assert bool((quantised.scales > 0).all())
+    assert not back[0].any()
+    assert bool((back[2].abs() <= 2 * tiny).all())
+    largest = weight.float().abs().amax(1, keepdim=True)
+    assert bool(((back - weight.float()).abs() <= largest / (7 if scheme == "int4" else 120) + tiny).all())

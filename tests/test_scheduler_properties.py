@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from scheduler_world import VOCAB, World
 
+from octavo.engine.swap import SwapCosts
+
 STABLE = settings(deadline=None, derandomize=True, database=None)
 
+HOST = st.sampled_from([0, 1, 4, 30])
+COSTS = st.sampled_from([None, None, 0.1, 0.5])
+"""Seconds that a token takes to compute, where one that a block takes to move is 1; None: swap what can be swapped."""
+WINDOWS = st.sampled_from([None, None, 1, 3, 7, 20])
 BLOCKS, SIZES, BUDGETS = st.integers(3, 12), st.integers(1, 5), st.integers(1, 64)
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=2)
@@ -25,8 +31,13 @@ class Traffic(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 8),
         caching=st.sampled_from([True, True, True, False]),
         by_priority=st.booleans(),
+        num_host_blocks=HOST,
+        token_cost=COSTS,
+        window=WINDOWS,
     )
-    def start(self, num_blocks, block_size, budget, max_num_seqs, caching, by_priority):
+    def start(
+        self, num_blocks, block_size, budget, max_num_seqs, caching, by_priority, num_host_blocks, token_cost, window
+    ):
         self.world = World(
             num_blocks,
             block_size,
@@ -34,6 +45,9 @@ class Traffic(RuleBasedStateMachine):
             budget=budget,
             enable_prefix_caching=caching,
             by_priority=by_priority,
+            num_host_blocks=num_host_blocks,
+            swap_costs=None if token_cost is None else SwapCosts(1, 1.0, token_cost),
+            sliding_window=window,
         )
 
     @rule(
@@ -69,6 +83,10 @@ class Traffic(RuleBasedStateMachine):
         self.world.step(failing=[data.draw(st.sampled_from([r.request_id for r in self.world.scheduler.running]))])
 
     @rule()
+    def step_whose_blocks_cannot_be_moved(self):
+        self.world.step(broken_moves=True)
+
+    @rule()
     def reset_prefix_cache(self):
         self.world.reset_prefix_cache()
 
@@ -84,9 +102,18 @@ TestTraffic.settings = settings(STABLE, max_examples=500, stateful_step_count=40
 @pytest.mark.parametrize("by_priority", [False, True])
 @settings(STABLE, max_examples=400)
 @given(
-    seed=st.integers(0, 1 << 32), num_blocks=BLOCKS, block_size=SIZES, budget=BUDGETS, max_num_seqs=st.integers(1, 8)
+    seed=st.integers(0, 1 << 32),
+    num_blocks=BLOCKS,
+    block_size=SIZES,
+    budget=BUDGETS,
+    max_num_seqs=st.integers(1, 8),
+    num_host_blocks=HOST,
+    token_cost=COSTS,
+    window=WINDOWS,
 )
-def test_long_random_traces_keep_all_promises(by_priority, seed, num_blocks, block_size, budget, max_num_seqs):
+def test_long_random_traces_keep_all_promises(
+    by_priority, seed, num_blocks, block_size, budget, max_num_seqs, num_host_blocks, token_cost, window
+):
     random = Random(seed)
     world = World(
         num_blocks,
@@ -95,6 +122,9 @@ def test_long_random_traces_keep_all_promises(by_priority, seed, num_blocks, blo
         budget=budget,
         enable_prefix_caching=random.random() < 0.8,
         by_priority=by_priority,
+        num_host_blocks=num_host_blocks,
+        swap_costs=None if token_cost is None else SwapCosts(1, 1.0, token_cost),
+        sliding_window=window,
     )
     capacity = world.scheduler.capacity_tokens
     common = [random.randrange(VOCAB) for _ in range(20)]
@@ -114,7 +144,7 @@ def test_long_random_traces_keep_all_promises(by_priority, seed, num_blocks, blo
         if world.live and random.random() < 0.05:
             world.finish(random.choice(world.live).request_id, random.choice(["abort", "stop"]))
         for _ in range(random.randrange(4)):
-            world.step()
+            world.step(broken_moves=random.random() < 0.02)
     world.drain()
 
 

@@ -175,7 +175,7 @@ def test_a_kv_cache_in_int8_is_refused_until_the_user_decides(shared: Path) -> N
         load(folder)
     assert all(part in str(caught.value) for part in ("int8", "no installed plugin stores", "--kv-cache-dtype float32"))
     with pytest.raises(ConfigError):
-        load(folder, kv_cache_dtype="fp8")
+        load(folder, kv_cache_dtype="int8")
 
 
 @pytest.mark.parametrize("name", ["tiny-ct-kvfp8", "tiny-ct-kvint8"])
@@ -236,7 +236,7 @@ def test_real_perplexity_is_the_recorded_one(real: Callable[[str], Path], shared
 
 @pytest.mark.slow
 def test_real_kv_scales_lie_beside_the_float_model(real: Callable[[str], Path], demo_model: Path, shared: Path) -> None:
-    """The recorded perplexity, 26.62, is with K and V in fp8. While no plugin stores that, it is the float model's."""
+    """Loss is near the float model's: K and V are in fp8 where a plugin stores that (26.62 against 26.41 was recorded)."""
     llm, plain = load(real("smollm2-ct-kvfp8")), load(demo_model)
     scales = llm.engine.executor.runner.loaded.kv_scales
     assert len(scales) == 30
@@ -244,4 +244,4 @@ def test_real_kv_scales_lie_beside_the_float_model(real: Callable[[str], Path], 
     text = (shared / "text" / "wikitext2-test.txt").read_text()[:4000]
     ids = llm.tokenizer.encode_plain(text)[:512]
     found, expected = (loss(all_logits(model, ids), torch.tensor(ids)) for model in (llm, plain))
-    assert found == pytest.approx(expected, rel=0.002)
+    assert found == pytest.approx(expected, rel=0.01 if "fp8_e4m3" in registry().kv_formats else 0.002)

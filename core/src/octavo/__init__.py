@@ -80,12 +80,14 @@ if TYPE_CHECKING:
     from octavo.plugins import PluginInfo as PluginInfo
     from octavo.plugins import Registry as Registry
     from octavo.plugins import discover as discover
+    from octavo.product import row_product as row_product
     from octavo.quant.activation import quantize_inputs as quantize_inputs
     from octavo.quant.config import Golden as Golden
     from octavo.quant.config import LayerFacts as LayerFacts
     from octavo.quant.config import QuantConfig as QuantConfig
     from octavo.quant.config import QuantSource as QuantSource
     from octavo.quant.config import TensorInfo as TensorInfo
+    from octavo.quant.kv_scales import KVScales as KVScales
     from octavo.quant.linear import LinearMethod as LinearMethod
     from octavo.quant.linear import LinearRequest as LinearRequest
     from octavo.quant.quantizer import Quantizer as Quantizer
@@ -125,8 +127,10 @@ _HOMES = {
     "octavo.model.plan": "LinearReport",
     "octavo.platforms": "Platform",
     "octavo.plugins": "PluginInfo Registry discover",
+    "octavo.product": "row_product",
     "octavo.quant.activation": "quantize_inputs",
     "octavo.quant.config": "Golden LayerFacts QuantConfig QuantSource TensorInfo",
+    "octavo.quant.kv_scales": "KVScales",
     "octavo.quant.linear": "LinearMethod LinearRequest",
     "octavo.quant.quantizer": "Quantizer round_to_nearest",
     "octavo.quant.weight": "CODES ActivationSpec LinearLayer QuantizedWeight WeightSpec",

@@ -1,4 +1,4 @@
-"""The command line: `octavo generate | inspect | doctor | convert | plugins | check-plugin`.
+"""The command line: `octavo generate | inspect | doctor | convert | quantize | plugins | check-plugin`.
 
 Parsing imports neither torch nor transformers, so `octavo --help` answers at once; each command imports what it needs.
 Errors meant for people are printed without a traceback and end with their exit code.
@@ -23,6 +23,9 @@ from octavo.errors import ConfigError, OctavoError, RequestError
 
 _SAMPLING_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
 """Where the command differs from `SamplingParams`, which are vLLM's: reproducible, and more than a glimpse."""
+_QUANTIZE_SETTINGS = frozenset(
+    ["tokenizer", "dtype", "device", "linear_kernels", "ignore_tensors", "disable_plugins", "disable_progress"]
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,6 +115,32 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", required=True, metavar="FORMAT", help="awq, gptq or what else the plugins write.")
     convert.add_argument("--max-shard-size", default="5g", metavar="SIZE", help="Bytes of a file. Default: 5g.")
     _add_settings(convert, EngineConfig, only=frozenset(["ignore_tensors", "disable_plugins", "disable_progress"]))
+
+    quantize = command(
+        "quantize",
+        _quantize,
+        "Calibrate the scales of an fp8 KV cache with real text. Weights are quantised by --quantize-weights while they load.",
+    )
+    quantize.add_argument("source", metavar="MODEL", help="Folder or file of the model.")
+    quantize.add_argument("--kv-scales-only", action="store_true", help="Make scales of K and V, leave weights alone.")
+    quantize.add_argument(
+        "--out", required=True, metavar="PLACE", help="X.safetensors: a file of scales; else a folder, the whole model."
+    )
+    quantize.add_argument("--calibration", metavar="FILE", help="Text to run. Default: the help topics of Python.")
+    for flag, default, text in (
+        ("--num-samples", 16, "Pieces of the text to run, drawn at random."),
+        ("--max-length", 512, "Tokens in each piece."),
+        ("--seed", 0, "Seed of the draw."),
+    ):
+        quantize.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} Default: {default}.")
+    quantize.add_argument(
+        "--kv-scales-granularity",
+        choices=["tensor", "head"],
+        default="tensor",
+        help="One scale for a layer's K and one for its V, or one for each KV head. Default: tensor.",
+    )
+    quantize.add_argument("--max-shard-size", default="5g", metavar="SIZE", help="Bytes of a file. Default: 5g.")
+    _add_settings(quantize, EngineConfig, only=_QUANTIZE_SETTINGS)
 
     plugins = command("plugins", _plugins, "List installed plugins, what they fill, and why any failed.")
     plugins.add_argument("-v", "--verbose", action="store_true", help="Show tracebacks of failed plugins.")
@@ -249,11 +278,37 @@ def _convert(options: dict[str, Any]) -> int:
     names = ("ignore_tensors", "disable_plugins", "disable_progress")
     given = {n: options[n] for n in names if n in options}
     config = EngineConfig.load({"model": options["source"], "device": "cpu", **given})
+    return convert(config, options["destination"], options["to"], _shard_size(options))
+
+
+def _shard_size(options: dict[str, Any]) -> int:
     try:
-        size = TypeAdapter(Annotated[HumanInt, Field(ge=1)]).validate_python(options["max_shard_size"])
+        return TypeAdapter(Annotated[HumanInt, Field(ge=1)]).validate_python(options["max_shard_size"])
     except ValidationError as error:
         raise ConfigError(f"--max-shard-size: {describe(error, 'size')}") from None
-    return convert(config, options["destination"], options["to"], size)
+
+
+def _quantize(options: dict[str, Any]) -> int:
+    from octavo.front.quantize import quantize_kv
+
+    if not options["kv_scales_only"]:
+        raise ConfigError(
+            "octavo quantize makes scales of the KV cache: say --kv-scales-only. Weights are quantised while they load, by "
+            "--quantize-weights of the other commands"
+        )
+    if small := [name for name in ("num_samples", "max_length") if options[name] < 1]:
+        raise ConfigError(f"--{small[0].replace('_', '-')} {options[small[0]]}: expected 1 or more")
+    given = {name: options[name] for name in _QUANTIZE_SETTINGS if name in options}
+    return quantize_kv(
+        EngineConfig.load({"model": options["source"], **given}),
+        options["out"],
+        calibration=options["calibration"],
+        num_samples=options["num_samples"],
+        max_length=options["max_length"],
+        seed=options["seed"],
+        per_head=options["kv_scales_granularity"] == "head",
+        max_shard_size=_shard_size(options),
+    )
 
 
 def _plugins(options: dict[str, Any]) -> int:

@@ -39,6 +39,14 @@ def _human_int(value: Any) -> Any:
     return value
 
 
+def _gibibytes(value: Any) -> Any:
+    """Reads "4" as 4 GiB; what has a unit, like "512MiB", counts as that."""
+    if isinstance(value, str) and not re.fullmatch(r"[\d_.]+", value.strip()):
+        number = _human_int(value)
+        return number / 2**30 if isinstance(number, int) else value
+    return value
+
+
 def _pairs(value: Any) -> Any:
     """Reads "a=1,b=2" as {"a": "1", "b": "2"}."""
     if isinstance(value, str):
@@ -47,6 +55,34 @@ def _pairs(value: Any) -> Any:
             raise ValueError(f"expected PATTERN=NAME, got '{bad[0]}'")
         return dict(item.rsplit("=", 1) for item in items)
     return value
+
+
+def _layer_map(value: Any) -> Any:
+    """Reads "0,1=auto,4-7=fp8,*=auto" as {"0,1": "auto", "4-7": "fp8", "*": "auto"}: what has no "=" belongs to the next."""
+    if isinstance(value, str):
+        pairs: list[tuple[str, str]] = []
+        keys: list[str] = []
+        for item in filter(None, map(str.strip, value.split(","))):
+            key, equals, name = item.partition("=")
+            keys.append(key.strip())
+            if equals:
+                pairs.append((",".join(keys), name.strip()))
+                keys = []
+        if keys:
+            raise ValueError(f"'{','.join(keys)}' is given no value, expected LAYERS=NAME")
+        value = pairs
+    elif isinstance(value, Mapping):
+        value = [(str(key).replace(" ", ""), name) for key, name in value.items()]
+    else:
+        return value
+    listed = [part for key, _ in value for part in key.split(",")]
+    if wrong := [part for part in listed if not re.fullmatch(r"\*|\d+|\d+-\d+", part)]:
+        raise ValueError(f"expected layers as 3, 0-7 or *, got '{wrong[0]}'")
+    if twice := [part for part in listed if listed.count(part) > 1]:
+        raise ValueError(f"'{twice[0]}' is given twice")
+    if empty := [key for key, name in value if not name]:
+        raise ValueError(f"'{empty[0]}' is given no value, expected LAYERS=NAME")
+    return dict(value)
 
 
 def _schemes(value: Any) -> Any:
@@ -66,8 +102,10 @@ def _names(value: Any) -> Any:
 
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, os.PathLike) else value)]
 HumanInt = Annotated[int, BeforeValidator(_human_int)]
+Gibibytes = Annotated[float, BeforeValidator(_gibibytes)]
 Pairs = Annotated[dict[str, str], BeforeValidator(_pairs)]
 Schemes = Annotated[dict[str, str], BeforeValidator(_schemes)]
+LayerMap = Annotated[dict[str, str], BeforeValidator(_layer_map)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
@@ -120,7 +158,31 @@ class EngineConfig(BaseModel):
     kv_cache_memory_utilization: float = Field(
         0.5, gt=0, le=1, description="Share of the memory left after the weights that KV blocks may take."
     )
-    kv_cache_dtype: str = Field("auto", description="How K and V are stored. auto: in the type computed in.")
+    kv_cache_dtype: str = Field(
+        "auto", description="How K and V are stored. auto: as the checkpoint asks, else in the type computed in."
+    )
+    kv_cache_dtype_map: LayerMap = Field(
+        {},
+        description="How K and V of single layers are stored, LAYERS=NAME[,...] with LAYERS such as 0,1 or 4-7 or * (all "
+        "others): '0,1=auto,*=fp8'. First match wins; other layers follow --kv-cache-dtype. Default: all alike.",
+    )
+    kv_scales: Text | None = Field(
+        None,
+        description="File of calibrated scales of K and V, safetensors or JSON, in place of the checkpoint's; unit: scale 1. "
+        "Default: the checkpoint's.",
+    )
+    swap_space: Gibibytes | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="GiB of host memory for the KV blocks of preempted requests; accepts 512MiB. Default: 4 on a GPU, at most "
+        "a quarter of what is free; 0 on a CPU, where KV memory is host memory already, unless --preemption-mode is swap.",
+    )
+    preemption_mode: Literal["recompute", "swap", "auto"] = Field(
+        "auto",
+        description="What a request does that gave up its KV blocks: compute its tokens again, or fetch the blocks from swap "
+        "space. auto: what costs less time. Without room in swap space it computes.",
+    )
     enable_prefix_caching: bool = Field(True, description="Keep finished KV blocks and reuse them for equal prefixes.")
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="fcfs: by arrival. priority: by each request's priority (lower first), then arrival."
@@ -157,6 +219,8 @@ class EngineConfig(BaseModel):
                 f"max_num_seqs ({self.max_num_seqs}) exceeds max_num_batched_tokens ({self.max_num_batched_tokens}): "
                 "each running sequence needs one token a step; lower the first or raise the second"
             )
+        if self.preemption_mode == "swap" and self.swap_space == 0:
+            raise ValueError("preemption_mode is swap, but swap_space is 0: give it some GiB, or leave one of them out")
         if "" in self.quantize_weights.values() and self.quantization is None:
             raise ValueError(
                 "quantize_weights names no scheme and quantization none either: say --quantize-weights int8, or "

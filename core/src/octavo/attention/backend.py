@@ -35,17 +35,26 @@ class LayerKV:
         found = (self.key, self.value, self.key_scale, self.value_scale)
         return tuple(t for t in found if t is not None)
 
+    def pinned(self) -> LayerKV:
+        """The same in page-locked host memory, from which a GPU copies beside other work."""
+        found = (self.key, self.value, self.key_scale, self.value_scale)
+        return LayerKV(*(None if t is None else t.pin_memory() for t in found))  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """What one step computes, for `requests` sequences and `tokens` scheduled tokens. Prefill and decode look alike.
 
     Tokens of a request are consecutive and end at its `seq_lens`. Index tensors are int32 on the compute device.
+
+    All entries of `block_tables` are valid ids, but not all are the request's own: those past its last block are not, and where
+    every layer has a sliding window, neither are those wholly before the widest window of its first scheduled token. Such
+    blocks may belong to others or to nobody and hold NaN: they are not to be read, not even to be masked afterwards.
     """
 
     query_start_loc: Tensor  # (requests + 1,) first scheduled token of each request
     seq_lens: Tensor  # (requests,) tokens of the request once this step is done
-    block_tables: Tensor  # (requests, max_blocks); entries past a request's last block are undefined, but valid ids
+    block_tables: Tensor  # (requests, max_blocks); only entries that the docstring names are the request's
     slot_mapping: Tensor  # (tokens,) int64 slot = block * block_size + offset that each token's K and V go to
     prompt_lens: Tensor  # (requests,)
     query_lens_list: Sequence[int]  # the same numbers on the host
@@ -85,13 +94,15 @@ class AttentionBackend(ABC):
     """A paged attention kernel. `rank` as in LinearMethod.
 
     `loads` are the KV storage types it reads natively, with `reads_scales` also those that come with `LayerKV.key_scale` and
-    `value_scale`. Of other blocks it gets decoded copies in the compute type.
+    `value_scale`. Of other blocks it gets decoded copies in the compute type. `batch_invariant` promises the same bits for a
+    token whatever else the step computes, of its own sequence or of others.
     """
 
     name: ClassVar[str]
     rank: ClassVar[int]
     loads: ClassVar[frozenset[torch.dtype]]
     reads_scales: ClassVar[bool] = False
+    batch_invariant: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

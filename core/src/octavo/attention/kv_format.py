@@ -10,7 +10,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,10 +19,13 @@ from torch import Tensor
 
 from octavo.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer, LayerKV
 
+if TYPE_CHECKING:
+    from octavo.quant.kv_scales import KVScales
+
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """The shape of a model's KV cache; `dtype` is the compute type of K and V before they are stored."""
+    """The shape of the KV cache of layers that are stored alike; `dtype` is the compute type of K and V before that."""
 
     num_layers: int
     kv_heads: int
@@ -31,13 +35,19 @@ class KVGeometry:
 
 
 class KVFormat(ABC):
-    """One way to store K and V. Chosen by `--kv-cache-dtype NAME`."""
+    """One way to store K and V. Chosen by `--kv-cache-dtype NAME`, or by layer. One instance serves all layers stored alike.
+
+    Calibrated scales reach only a format that `uses_scales`: one entry for each layer of the model, found by
+    `AttentionLayer.index`; none at all mean 1. `without_scales` names the format to choose instead where nobody has any.
+    """
 
     name: ClassVar[str]
     other_names: ClassVar[tuple[str, ...]] = ()
+    uses_scales: ClassVar[bool] = False
+    without_scales: ClassVar[str | None] = None
 
-    def __init__(self, geometry: KVGeometry) -> None:
-        self.geometry = geometry
+    def __init__(self, geometry: KVGeometry, scales: Sequence[KVScales] = ()) -> None:
+        self.geometry, self.scales = geometry, tuple(scales)
 
     @property
     @abstractmethod
@@ -51,7 +61,7 @@ class KVFormat(ABC):
 
     @abstractmethod
     def bytes_per_block(self) -> int:
-        """Bytes that one block takes over all layers, scales included: exactly what `allocate` allocates per block."""
+        """Bytes that one block takes over all layers of the geometry, scales included: what `allocate` allocates for it."""
 
     @abstractmethod
     def allocate(self, num_blocks: int, device: str) -> LayerKV:
@@ -79,7 +89,7 @@ class KVFormat(ABC):
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """A tensor of zeros that takes host memory only where it is written: what `allocate` should use for big pools."""
-    if device != "cpu":
+    if device != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize  # torch.zeros would touch every page, calloc does not
     return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
@@ -185,21 +195,121 @@ class DecodingBackend(AttentionBackend):
         return self.inner.forward(layer, query, decoded, plan.inner)
 
 
-class PagedKV:
-    """The KV memory of one worker: all layers' blocks in one format, and what is done to whole blocks."""
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Which format stores each layer, by layer index. Layers that are stored alike share one instance."""
 
-    def __init__(self, kv_format: KVFormat, layers: Sequence[AttentionLayer], num_blocks: int, device: str) -> None:
-        self.format, self.num_blocks = kv_format, num_blocks
-        self.layers = [kv_format.allocate(num_blocks, device) for _ in layers]
+    formats: tuple[KVFormat, ...]
+
+    @classmethod
+    def of(cls, kinds: Sequence[type[KVFormat]], geometry: KVGeometry, scales: Sequence[KVScales] = ()) -> KVLayout:
+        """One kind for each layer, given all layers' scales where it uses them. `geometry` is that of the whole model."""
+        made: dict[type[KVFormat], KVFormat] = {}
+        for kind in dict.fromkeys(kinds):
+            own = replace(geometry, num_layers=sum(other is kind for other in kinds))
+            made[kind] = kind(own, scales) if kind.uses_scales else kind(own)
+        return cls(tuple(made[kind] for kind in kinds))
+
+    @property
+    def layers_by_format(self) -> dict[KVFormat, list[int]]:
+        """The layers that each format stores, in order of the first."""
+        found: dict[KVFormat, list[int]] = {}
+        for index, kv_format in enumerate(self.formats):
+            found.setdefault(kv_format, []).append(index)
+        return found
+
+    @property
+    def name(self) -> str:
+        """What is stored how: "auto", or "auto (layers 0-1), fp8_e4m3 (layers 2-29)"."""
+        parts = self.layers_by_format
+        if len(parts) == 1:
+            return self.formats[0].name
+        return ", ".join(f"{kv_format.name} (layers {ranges(layers)})" for kv_format, layers in parts.items())
+
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes over all layers."""
+        return sum(kv_format.bytes_per_block() for kv_format in self.layers_by_format)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    parts = []
+    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        values = [value for _, value in run]
+        parts.append(str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}")
+    return ",".join(parts)
+
+
+class MixedBackend(AttentionBackend):
+    """One backend for each layer, where layers are stored differently."""
+
+    name = "mixed"
+    rank = 0
+    loads = frozenset()
+
+    def __init__(self, layout: KVLayout, by_layer: Sequence[AttentionBackend]) -> None:
+        self.layout, self.by_layer = layout, tuple(by_layer)
+
+    @classmethod
+    def why_not(cls, request: Any) -> str | None:
+        return "is an adapter, chosen with the backends that it holds"
+
+    def plan(self, batch: AttentionBatch) -> list[Any]:
+        plans = {backend: backend.plan(batch) for backend in dict.fromkeys(self.by_layer)}
+        return [plans[backend] for backend in self.by_layer]
+
+    def forward(self, layer: AttentionLayer, query: Tensor, kv: LayerKV, plan: list[Any]) -> Tensor:
+        i = layer.index
+        return _read(self.by_layer[i], self.layout.formats[i], layer, query, kv, plan[i])
+
+
+class PagedKV:
+    """The KV memory of one worker: all layers' blocks, and what is done to whole blocks. One format, or one a layer."""
+
+    def __init__(
+        self,
+        kv_format: KVFormat | KVLayout,
+        layers: Sequence[AttentionLayer],
+        num_blocks: int,
+        device: str,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.layout = kv_format if isinstance(kv_format, KVLayout) else KVLayout((kv_format,) * len(layers))
+        self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
+        self.layers = [kv_format.allocate(num_blocks, device) for kv_format in self.layout.formats]
+        self.host_layers = [kv_format.allocate(num_host_blocks, "cpu") for kv_format in self.layout.formats]
+        if device != "cpu" and num_host_blocks:  # pinned: copies run beside the host
+            self.host_layers = [kv.pinned() for kv in self.host_layers]
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.formats[0].geometry.block_size
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, destination): copy-on-write of a forked request's last block."""
-        if not pairs:
-            return
-        source, destination = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
-        for kv in self.layers:
-            for tensor in kv.tensors:
-                tensor[destination] = tensor[source]
+        _copy_blocks(self.layers, self.layers, pairs)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks to the host: (block, host block)."""
+        _copy_blocks(self.layers, self.host_layers, pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks back: (host block, block)."""
+        _copy_blocks(self.host_layers, self.layers, pairs)
+
+
+def _copy_blocks(sources: Sequence[LayerKV], targets: Sequence[LayerKV], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies blocks (source, target) of all layers, in the order of the device's other work."""
+    if not pairs:
+        return
+    source_ids, target_ids = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
+    for source, target in zip(sources, targets, strict=True):
+        for read, written in zip(source.tensors, target.tensors, strict=True):
+            if read.device == written.device:
+                written[target_ids] = read[source_ids]
+            else:
+                for source_id, target_id in pairs:
+                    written[target_id].copy_(read[source_id], non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +323,15 @@ class AttentionStep:
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Stores this step's key and value (tokens, kv_heads, head_dim), then attends: (tokens, heads, head_dim)."""
-        kv, kv_format = self.kv.layers[layer.index], self.kv.format
+        kv, kv_format = self.kv.layers[layer.index], self.kv.layout.formats[layer.index]
         kv_format.write(layer, kv, key, value, self.batch.slot_mapping)
-        if isinstance(self.backend, DecodingBackend):
-            return self.backend.forward(layer, query, kv, self.plan)
-        folded = kv_format.fold(layer, query)
-        return kv_format.unfold(layer, self.backend.forward(layer, folded, kv, self.plan))
+        return _read(self.backend, kv_format, layer, query, kv, self.plan)
+
+
+def _read(
+    backend: AttentionBackend, kv_format: KVFormat, layer: AttentionLayer, query: Tensor, kv: LayerKV, plan: Any
+) -> Tensor:
+    """Attention over stored blocks: raw storage is read between fold and unfold; adapters know the format themselves."""
+    if isinstance(backend, DecodingBackend | MixedBackend):
+        return backend.forward(layer, query, kv, plan)
+    return kv_format.unfold(layer, backend.forward(layer, kv_format.fold(layer, query), kv, plan))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from octavo.attention.backend import AttentionBackend, AttentionLayer, AttentionRequest
-from octavo.attention.kv_format import DecodingBackend, KVFormat
+from octavo.attention.kv_format import DecodingBackend, KVFormat, KVLayout, MixedBackend
 from octavo.errors import ConfigError, NoKernelError, ask
 from octavo.platforms import Platform
 
@@ -29,6 +29,46 @@ class AttentionSelection:
 
     def __str__(self) -> str:
         return f"{self.method.name}{' over decoded blocks' if self.decodes else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSelection:
+    """What was chosen for each format of a layout."""
+
+    layout: KVLayout
+    choices: dict[KVFormat, AttentionSelection]
+
+    @property
+    def refusals(self) -> tuple[tuple[str, str], ...]:
+        """What better candidates said, without repetitions."""
+        return tuple(dict.fromkeys(refusal for choice in self.choices.values() for refusal in choice.refusals))
+
+    def build(self) -> AttentionBackend:
+        """The backend for all layers."""
+        backends = {kv_format: choice.build(kv_format) for kv_format, choice in self.choices.items()}
+        if len(backends) == 1:
+            return next(iter(backends.values()))
+        return MixedBackend(self.layout, [backends[kv_format] for kv_format in self.layout.formats])
+
+    def __str__(self) -> str:
+        if len(set(map(str, self.choices.values()))) == 1:
+            return str(next(iter(self.choices.values())))
+        return ", ".join(f"{choice} for {kv_format.name}" for kv_format, choice in self.choices.items())
+
+
+def select_for_layout(
+    layout: KVLayout,
+    layers: Sequence[AttentionLayer],
+    platform: Platform,
+    backends: Sequence[type[AttentionBackend]],
+    wanted: str | None = None,
+) -> LayoutSelection:
+    """Chooses a backend for the layers of each format, as `select_attention` does and with its errors."""
+    choices = {}
+    for kv_format, indices in layout.layers_by_format.items():
+        request = attention_request([layers[i] for i in indices], kv_format, platform)
+        choices[kv_format] = select_attention(request, backends, wanted)
+    return LayoutSelection(layout, choices)
 
 
 def attention_request(layers: Sequence[AttentionLayer], kv_format: KVFormat, platform: Platform) -> AttentionRequest:

@@ -26,6 +26,8 @@ class BlockPool:
         self.num_evictions = 0
         """Cached blocks taken for other use so far; also the clock by which remembered hits are checked."""
         self.ref_counts = [0] * num_blocks
+        self.copies: dict[int, int] = {}
+        """Blocks whose contents are also on the host, and where: kept by SwapSpace, forgotten when a block is given out."""
         # The free list: entry num_blocks is the sentinel that closes the ring.
         self._next = [*range(1, num_blocks + 1), 0]
         self._prev = [num_blocks, *range(num_blocks)]
@@ -60,7 +62,14 @@ class BlockPool:
         after[sentinel] = block
         before[block] = sentinel
         self.num_free -= num
+        if self.copies:
+            for block in taken:
+                self.copies.pop(block, None)
         return taken
+
+    def holds_contents(self, block: int) -> bool:
+        """Whether what was written to a block is still to be relied on: somebody holds it, or the prefix cache does."""
+        return self.ref_counts[block] > 0 or self._keys[block] is not None
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Adds a reference to each block; free ones (cached) leave the free list."""
@@ -125,7 +134,9 @@ class BlockPool:
             block = request.block_ids[i]
             key = (request.cache_node, tuple(request.token_ids[i * size : (i + 1) * size]))
             holder = self._index.setdefault(key, block)
-            if holder == block and self._keys[block] is None:
+            if holder == block and (known := self._keys[block]) != key:
+                if known is not None:  # published behind a parent that was evicted: found again from here on
+                    del self._index[known]
                 self._keys[block] = key
                 self._nodes[block] = object()
                 self._published_at[block] = self.num_evictions

@@ -7,6 +7,7 @@ calls it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from octavo.config import EngineConfig
 from octavo.engine.executor import Executor
 from octavo.engine.request import Request
 from octavo.engine.sampling_params import SamplingParams
-from octavo.engine.scheduler import Scheduler, SchedulerStats
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.stats import EngineStats, kv_use
 from octavo.engine.step import Step, StepOutput, TokenLogprobs
+from octavo.engine.swap import SwapCosts
 from octavo.errors import ConfigError, RequestError
 from octavo.plugins import Registry
 
@@ -37,28 +40,6 @@ class SequenceUpdate:
     num_cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine's state now, and its counters since start."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    scheduler: SchedulerStats
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of blocks held by running requests."""
-        return 1 - self.num_free_blocks / self.num_blocks
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of admitted tokens whose K and V were found in the prefix cache."""
-        return self.scheduler.prefix_hits / max(self.scheduler.prefix_queries, 1)
-
-
 class Engine:
     """Scheduler and executor, and the step between them."""
 
@@ -72,6 +53,7 @@ class Engine:
             executor = registry.executors[name](config, registry)
         self.executor = executor
         self.model_info = executor.model_info
+        self._costs = SwapCosts(self.model_info.bytes_per_block)
         self.scheduler = Scheduler(
             executor.num_blocks,
             config.block_size,
@@ -79,6 +61,9 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             by_priority=config.scheduling_policy == "priority",
+            num_host_blocks=0 if config.preemption_mode == "recompute" else executor.num_host_blocks,
+            swap_costs=self._costs if config.preemption_mode == "auto" else None,
+            sliding_window=self.model_info.sliding_window,
         )
         self._num_added = 0
 
@@ -97,7 +82,8 @@ class Engine:
         """Queues a request, validated against the model; raises RequestError and leaves the engine as it was.
 
         `end_token_ids` are ends that the tokenizer knows of, in addition to the model's own; `stop_token_ids` end the request
-        even with `ignore_eos`, in addition to those of `params`.
+        even with `ignore_eos`, in addition to those of `params`. Requests of different `cache_salt` share no cached prefix, so
+        that nobody learns from the time of an answer what others have sent.
         """
         self._validate(prompt_token_ids, params)
         if type(priority) is not int:
@@ -205,13 +191,20 @@ class Engine:
 
     def _run(self, step: Step) -> StepOutput:
         try:
-            if step.block_copies:
-                self.executor.copy_blocks(step.block_copies)
+            if step.block_copies or step.swap_out or step.swap_in:
+                self.executor.move_blocks(step.swap_out, step.swap_in, step.block_copies)
         except Exception as error:
-            logger.exception("blocks could not be copied; the step's requests are ended")
+            logger.exception("blocks could not be moved; the step's requests are ended, swapped ones start over")
+            self.scheduler.distrust_host()
             reason = f"{type(error).__name__}: {error}"
             return StepOutput([-1] * len(step.requests), errors=dict.fromkeys(range(len(step.requests)), reason))
-        return self._execute(step)
+        if step.total_tokens == len(step.requests):
+            return self._execute(step)
+        start = time.perf_counter()
+        output = self._execute(step)
+        if any(token >= 0 for token in output.token_ids):  # sampled, so all of it was waited for
+            self._costs.note_prefill(step.total_tokens, time.perf_counter() - start)
+        return output
 
     def _execute(self, step: Step) -> StepOutput:
         """Runs a step; where it fails as a whole, each request alone, so that only those that fail alone end."""
@@ -231,15 +224,24 @@ class Engine:
                     getattr(whole, name)[i] = found[0]
         return whole
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; requests that run keep their blocks."""
+        self.scheduler.pool.reset_prefix_cache()
+
     def stats(self) -> EngineStats:
-        pool = self.scheduler.pool
+        """Counts in O(running requests)."""
+        scheduler, pool, host = self.scheduler, self.scheduler.pool, self.scheduler.swap.host
         return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_swapped=scheduler.num_swapped,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
-            scheduler=self.scheduler.stats,
+            num_host_blocks=host.num_blocks,
+            num_free_host_blocks=host.num_free,
+            kv=kv_use(pool, scheduler.running),
+            scheduler=scheduler.stats,
         )
 
     def shutdown(self) -> None:

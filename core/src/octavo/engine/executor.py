@@ -25,6 +25,11 @@ class ModelInfo:
     stretches_beyond: int | None = None  # prompts longer than this have K that depends on the prompt's length
     linears: tuple[LinearReport, ...] = ()  # the kernel table
     attention: str = ""  # the attention backend
+    bytes_per_block: int = 0  # that move when a KV block is copied to or from the host, on all workers together
+    sliding_window: int | None = None  # where all layers have one: the widest. What lies before it is never read again
+
+
+BlockPairs = Sequence[tuple[int, int]]
 
 
 class Executor(ABC):
@@ -46,9 +51,18 @@ class Executor(ABC):
     def model_info(self) -> ModelInfo:
         """The model as the engine must know it."""
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory that every worker has for swapping; 0 where it cannot."""
+        return 0
+
     @abstractmethod
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole KV blocks (source, destination) on every worker, all read before any is written."""
+    def move_blocks(self, swap_out: BlockPairs, swap_in: BlockPairs, copies: BlockPairs) -> None:
+        """Copies whole KV blocks (source, destination) on every worker, in this order.
+
+        `swap_out` goes from device to host, then `swap_in` from host to device, then `copies` from device to device; of each
+        kind, all are read before any is written. Raises where not all was done: then no host block is relied on any more.
+        """
 
     @abstractmethod
     def execute(self, step: Step) -> StepOutput:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from octavo.config import EngineConfig
-from octavo.engine.executor import Executor, ModelInfo
+from octavo.engine.executor import BlockPairs, Executor, ModelInfo
 from octavo.engine.runner import Runner
 from octavo.engine.step import Step, StepOutput
 from octavo.errors import ConfigError
@@ -33,8 +31,14 @@ class InProcessExecutor(Executor):
     def model_info(self) -> ModelInfo:
         return self.runner.info
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.runner.kv.copy_blocks(pairs)
+    @property
+    def num_host_blocks(self) -> int:
+        return self.runner.kv.num_host_blocks
+
+    def move_blocks(self, swap_out: BlockPairs, swap_in: BlockPairs, copies: BlockPairs) -> None:
+        self.runner.kv.swap_out(swap_out)
+        self.runner.kv.swap_in(swap_in)
+        self.runner.kv.copy_blocks(copies)
 
     def execute(self, step: Step) -> StepOutput:
         return self.runner.execute(step)

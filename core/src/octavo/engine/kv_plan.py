@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from octavo.attention.kv_format import KVFormat, KVGeometry
+from octavo.attention.kv_format import KVFormat, KVGeometry, KVLayout
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.model.architectures import DecoderConfig
+from octavo.model.kv_scale_file import read_kv_scale_file
+from octavo.model.plan import ModelPlan
 from octavo.platforms import Platform, available_memory_bytes, total_memory_bytes
+from octavo.quant.kv_scales import KV_SCALE_FILE, KVScales, holds_kv_scales, unit_kv_scales
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +60,44 @@ def kv_geometry(decoder: DecoderConfig, block_size: int, dtype: torch.dtype) -> 
     return KVGeometry(decoder.num_layers, decoder.kv_heads, decoder.head_dim, block_size, dtype)
 
 
-def choose_kv_format(
-    name: str, formats: Mapping[str, type[KVFormat]], geometry: KVGeometry, stored: str | None = None
-) -> KVFormat:
+def kv_layout(plan: ModelPlan, stored: Sequence[KVScales] | None = None) -> KVLayout:
+    """How each layer's K and V are stored, by the settings and the checkpoint.
+
+    `stored` are the checkpoint's scales; None: whether it has any is judged by its headers, which is enough to count bytes.
+    Raises ConfigError or CheckpointError for settings that name no format, no layer, or scales that nobody uses.
+    """
+    settings, formats = plan.settings, plan.registry.kv_formats
+    names = _names_by_layer(settings, plan.config.num_layers)
+    kind_of = {name: choose_kv_format(name, formats, plan.kv_cache) for name in dict.fromkeys(names)}
+    wanted = [kind_of[name] for name in names]
+    uses_scales = any(kind.uses_scales for kind in wanted)
+    given: Sequence[KVScales] = ()
+    if settings.kv_scales is not None:
+        given = _given_scales(settings.kv_scales, plan)
+        if not uses_scales:
+            raise ConfigError(
+                f"--kv-scales {settings.kv_scales}: K and V are stored as {', '.join(sorted({k.name for k in wanted}))}, "
+                "which uses no scales; leave the option out, or say --kv-cache-dtype fp8_e4m3"
+            )
+    stores = _holds_scales(plan) if stored is None else bool(stored)
+    kinds = [kind if given or stores or not kind.uses_scales else _uncalibrated(kind, formats) for kind in wanted]
+    for kind, other in dict.fromkeys(zip(wanted, kinds, strict=True)):
+        if other is not kind:
+            logger.warning(
+                "K and V are stored as %s instead of %s: there are no calibrated scales. To have %s, make scales with "
+                "`octavo quantize MODEL --kv-scales-only --out FILE` and say --kv-scales FILE, or --kv-scales unit for 1",
+                *(other.name, kind.name, kind.name),
+            )
+    geometry = kv_geometry(plan.config, settings.block_size, plan.dtype)
+    layout = KVLayout.of(kinds, geometry, given or stored or ())
+    if stores and given:
+        logger.info("the checkpoint's KV scales are not used: those of --kv-scales %s are", settings.kv_scales)
+    elif stores and not uses_scales:
+        logger.info("the checkpoint's KV scales are not needed: K and V are stored as %s", layout.name)
+    return layout
+
+
+def choose_kv_format(name: str, formats: Mapping[str, type[KVFormat]], stored: str | None = None) -> type[KVFormat]:
     """The KV format of a name; raises ConfigError that lists the installed ones.
 
     "auto" follows what the checkpoint was calibrated for (`stored`). Where nothing stores fp8, K and V stay as computed, which
@@ -78,11 +116,57 @@ def choose_kv_format(
         name = stored if stored in formats else name
     if name not in formats:
         raise ConfigError(f"--kv-cache-dtype {name}: no such format; installed: {', '.join(sorted(formats))}")
-    return formats[name](geometry)
+    return formats[name]
+
+
+def _names_by_layer(settings: EngineConfig, num_layers: int) -> list[str]:
+    """The name of each layer's format: that of the first entry of the map that holds the layer, else of the general setting."""
+    names: dict[int, str] = {}
+    for key, name in settings.kv_cache_dtype_map.items():
+        layers: set[int] = set()
+        for part in key.split(","):
+            first, _, last = part.partition("-")
+            layers |= set(range(num_layers) if part == "*" else range(int(first), int(last or first) + 1))
+        if not layers or max(layers) >= num_layers:
+            raise ConfigError(
+                f"--kv-cache-dtype-map '{key}={name}': the model has layers 0 to {num_layers - 1}, and a range goes upwards"
+            )
+        if not layers - names.keys():
+            raise ConfigError(f"--kv-cache-dtype-map '{key}={name}': earlier entries leave no layer for this one")
+        names |= dict.fromkeys(layers - names.keys(), name)
+    return [names.get(index, settings.kv_cache_dtype) for index in range(num_layers)]
+
+
+def _given_scales(source: str, plan: ModelPlan) -> tuple[KVScales, ...]:
+    """What --kv-scales says."""
+    if source == "unit":
+        return unit_kv_scales(plan.config.num_layers)
+    return read_kv_scale_file(source, _attention_modules(plan), plan.config.kv_heads)
+
+
+def _attention_modules(plan: ModelPlan) -> list[str]:
+    return [plan.layer_names(index).attention for index in range(plan.config.num_layers)]
+
+
+def _holds_scales(plan: ModelPlan) -> bool:
+    """Whether the checkpoint has KV scales, by its headers: loading finds out whether they are good."""
+    tensors = plan.checkpoint.without(plan.settings.ignore_tensors)
+    modules = _attention_modules(plan)
+    return any(holds_kv_scales(module, tensors) for module in modules) or bool(plan.checkpoint.json(KV_SCALE_FILE))
+
+
+def _uncalibrated(kind: type[KVFormat], formats: Mapping[str, type[KVFormat]]) -> type[KVFormat]:
+    """What takes the place of a format that has no scales."""
+    if kind.without_scales is None or kind.without_scales not in formats:
+        raise ConfigError(
+            f"--kv-cache-dtype {kind.name}: there are no calibrated scales of K and V. Make some with `octavo quantize MODEL "
+            "--kv-scales-only --out FILE` and say --kv-scales FILE, or insist on a scale of 1 with --kv-scales unit"
+        )
+    return formats[kind.without_scales]
 
 
 def plan_kv(
-    config: EngineConfig, decoder: DecoderConfig, kv_format: KVFormat, platform: Platform, weight_bytes: int
+    config: EngineConfig, decoder: DecoderConfig, layout: KVLayout, platform: Platform, weight_bytes: int
 ) -> KVPlan:
     """Divides the memory that is left. `weight_bytes` are weights not yet loaded, 0 once they are.
 
@@ -96,7 +180,7 @@ def plan_kv(
             f"--max-model-len {max_model_len} exceeds the {limit} positions of the model (max_position_embeddings in "
             f"config.json); use {limit} or less, or a checkpoint with rope scaling"
         )
-    per_block = kv_format.bytes_per_block()
+    per_block = layout.bytes_per_block()
     useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     if config.num_blocks_override is not None:
         num_blocks, reason = config.num_blocks_override, "--num-blocks-override"
@@ -119,7 +203,27 @@ def plan_kv(
             f"{num_blocks:,} KV blocks ({reason}) take {num_blocks * per_block / 2**30:,.1f} GiB, but the machine has "
             f"{total / 2**30:,.1f} GiB of memory; ask for fewer"
         )
-    return KVPlan(kv_format.name, per_block, config.block_size, num_blocks, max_model_len, reason)
+    return KVPlan(layout.name, per_block, config.block_size, num_blocks, max_model_len, reason)
+
+
+_DEFAULT_SWAP_BYTES = 4 * 2**30
+
+
+def plan_host_blocks(config: EngineConfig, bytes_per_block: int, platform: Platform) -> int:
+    """Blocks of host memory for swapping. Raises ConfigError where more are asked for than the host can hold."""
+    if config.preemption_mode == "recompute":
+        return 0
+    if config.swap_space is None:
+        wanted = platform.device == "cuda" or config.preemption_mode == "swap"
+        return int(wanted) * min(_DEFAULT_SWAP_BYTES, available_memory_bytes() // 4) // bytes_per_block
+    num_bytes = int(config.swap_space * 2**30)
+    if num_bytes > (total := total_memory_bytes()):
+        raise ConfigError(f"--swap-space {config.swap_space:g} GiB: the host has {total / 2**30:,.1f} GiB of memory")
+    if 0 < num_bytes < bytes_per_block:
+        raise ConfigError(
+            f"--swap-space {config.swap_space:g} GiB holds not one block: that takes {bytes_per_block / 2**20:.2f} MiB"
+        )
+    return num_bytes // bytes_per_block
 
 
 def free_bytes(platform: Platform) -> int:

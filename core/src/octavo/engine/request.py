@@ -9,9 +9,12 @@ from octavo.engine.sampling_params import SamplingParams
 
 
 class Status(IntEnum):
+    """What a request is doing. Those that are SWAPPED wait as well, but what they computed lies on the host."""
+
     WAITING = 0
-    RUNNING = 1
-    FINISHED = 2
+    SWAPPED = 1
+    RUNNING = 2
+    FINISHED = 3
 
 
 class Request:
@@ -19,6 +22,9 @@ class Request:
 
     `token_ids` is the prompt followed by the output. `num_computed_tokens` of them are in the KV cache; the request lacks
     the rest. `limit_tokens` is the most tokens it may ever have; `end_token_ids` end it once `min_tokens` are out.
+
+    Entry i of `block_ids` holds tokens i * block_size and on. The first `num_dropped_blocks` have left the sliding window and
+    were given back: their entries are 0, a valid id whose contents belong to somebody else.
     """
 
     __slots__ = (
@@ -31,14 +37,17 @@ class Request:
         "finish_reason",
         "hit_evictions",
         "hits",
+        "host_block_ids",
         "limit_tokens",
         "min_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_dropped_blocks",
         "num_pending_forks",
         "num_preemptions",
         "num_prompt_tokens",
         "num_published_blocks",
+        "overtook",
         "params",
         "parent_id",
         "priority",
@@ -85,6 +94,9 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None  # prefix hit at first admission
         self.block_ids: list[int] = []
+        self.num_dropped_blocks = 0
+        self.host_block_ids: list[int] = []  # of a swapped request: those behind the dropped ones, as far as computed
+        self.overtook = False  # admitted before an earlier one that did not fit
         self.shares_last_block = False  # a fork may hold the same, partly filled, last block
         self.cache_root = cache_root  # requests with different roots never share blocks
         self.cache_node: object = cache_root  # prefix chain of the blocks published so far
@@ -103,6 +115,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def held_block_ids(self) -> list[int]:
+        """The blocks that the request has a reference to."""
+        return self.block_ids[self.num_dropped_blocks :]
 
     @property
     def finished(self) -> bool:
@@ -127,6 +144,7 @@ class Request:
         child.num_pending_forks = 0
         child.num_prompt_tokens = self.num_prompt_tokens
         child.num_computed_tokens = self.num_computed_tokens
+        child.num_dropped_blocks = self.num_dropped_blocks
         child.num_cached_tokens = self.num_cached_tokens
         child.cache_node = self.cache_node
         child.num_published_blocks = self.num_published_blocks

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, AttentionBatch
+from octavo.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer
 from octavo.attention.kv_format import AttentionStep, PagedKV
-from octavo.attention.selection import attention_request, select_attention
+from octavo.attention.selection import select_for_layout
 from octavo.config import EngineConfig
 from octavo.engine.executor import ModelInfo
-from octavo.engine.kv_plan import choose_kv_format, kv_geometry, plan_kv
+from octavo.engine.kv_plan import kv_layout, plan_host_blocks, plan_kv
 from octavo.engine.sampler import Sampler
 from octavo.engine.step import Step, StepOutput, TokenLogprobs
 from octavo.errors import ask
@@ -40,6 +41,12 @@ class Model(Protocol):
         """(rows, hidden_size) -> (rows, vocab_size), fp32."""
 
 
+def widest_window(layers: Sequence[AttentionLayer]) -> int | None:
+    """The widest sliding window of a model; None where some layer sees everything."""
+    windows = [layer.sliding_window for layer in layers]
+    return None if None in windows else max(window for window in windows if window is not None)
+
+
 class Runner:
     """Executes steps on this process's device."""
 
@@ -48,14 +55,16 @@ class Runner:
         self.loaded = load_model(config, registry, checkpoint)
         plan = self.loaded.plan
         decoder = plan.config
-        geometry = kv_geometry(decoder, config.block_size, plan.dtype)
-        kv_format = choose_kv_format(config.kv_cache_dtype, registry.kv_formats, geometry, plan.kv_cache)
-        self.kv_plan = plan_kv(config, decoder, kv_format, registry.platform, weight_bytes=0)
+        layout = kv_layout(plan, self.loaded.kv_scales)
+        self.kv_plan = plan_kv(config, decoder, layout, registry.platform, weight_bytes=0)
         layers = attention_layers(decoder)
-        request = attention_request(layers, kv_format, registry.platform)
-        attention = select_attention(request, registry.attention_backends, config.attention_backend)
-        backend = attention.build(kv_format)
-        kv = PagedKV(kv_format, layers, self.kv_plan.num_blocks, registry.platform.device)
+        attention = select_for_layout(
+            layout, layers, registry.platform, registry.attention_backends, config.attention_backend
+        )
+        backend = attention.build()
+        per_block = self.kv_plan.bytes_per_block
+        host_blocks = plan_host_blocks(config, per_block, registry.platform)
+        kv = PagedKV(layout, layers, self.kv_plan.num_blocks, registry.platform.device, host_blocks)
         self._set_up(self.loaded.decoder, kv, backend, decoder.vocab_size, registry)
         self.info = ModelInfo(
             vocab_size=decoder.vocab_size,
@@ -64,8 +73,14 @@ class Runner:
             stretches_beyond=decoder.rope.original_max_positions if decoder.rope.needs_prompt_lens else None,
             linears=tuple(self.loaded.linears),
             attention=str(attention),
+            bytes_per_block=per_block,
+            sliding_window=widest_window(layers),
         )
         logger.info("%s", self.kv_plan)
+        if host_blocks:
+            logger.info(
+                "swap space: %s blocks, %.0f MiB of host memory", f"{host_blocks:,}", host_blocks * per_block / 2**20
+            )
 
     def _set_up(
         self, model: Model, kv: PagedKV, backend: AttentionBackend, vocab_size: int, registry: Registry
@@ -121,7 +136,7 @@ class Runner:
         return output
 
     def _batch(self, step: Step) -> tuple[AttentionBatch, Tensor, Tensor]:
-        size = self.kv.format.geometry.block_size
+        size = self.kv.block_size
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -12,13 +12,17 @@ class Step:
     """One forward: for `requests[i]`, tokens num_computed_tokens ... + `num_scheduled_tokens[i]` are to be computed.
 
     The requests are read, never changed, by executors; one that has workers elsewhere sends them what it needs.
-    The engine has `block_copies` (source, destination) done before the step is executed.
+    The engine has whole blocks moved before the step is executed, pairs of (source, destination): first all of `swap_out`
+    (device, host), then all of `swap_in` (host, device), then all of `block_copies` (both on the device). So what is swapped
+    out makes room for what is swapped in or copied, and what was swapped in may be copied.
     """
 
     requests: list[Request] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     total_tokens: int = 0
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from octavo.attention.selection import attention_request, select_attention
+from octavo.attention.selection import select_for_layout
 from octavo.config import EngineConfig
-from octavo.engine.kv_plan import choose_kv_format, kv_geometry, plan_kv
+from octavo.engine.kv_plan import kv_layout, plan_kv
 from octavo.engine.sampling_params import SamplingParams
 from octavo.errors import PluginError
 from octavo.front.llm import LLM, registry_for
@@ -102,12 +102,14 @@ class _Printer:
 
 def _summary(llm: LLM, printer: _Printer, elapsed: float) -> str:
     stats = llm.stats()
+    counts = stats.scheduler
+    swaps = f" ({counts.num_swaps} by swap)" if counts.num_swaps else ""
     first = sum(printer.first_token_s) / max(len(printer.first_token_s), 1)
     kernels = sorted({f"{r.kernel} ({r.spec})" for r in llm.engine.model_info.linears})
     return (
         f"{printer.tokens} tokens in {elapsed:.2f} s = {printer.tokens / max(elapsed, 1e-9):.1f} tokens/s; "
-        f"TTFT {first * 1000:.0f} ms; KV use at most {stats.scheduler.peak_blocks:,} of {stats.num_blocks:,} blocks; "
-        f"prefix hits {stats.prefix_hit_rate:.0%}; preemptions {stats.scheduler.num_preemptions}; "
+        f"TTFT {first * 1000:.0f} ms; KV use at most {counts.peak_blocks:,} of {stats.num_blocks:,} blocks; "
+        f"prefix hits {stats.prefix_hit_rate:.0%}; preemptions {counts.num_preemptions}{swaps}; "
         f"kernels: {', '.join(kernels)}"
     )
 
@@ -117,11 +119,10 @@ def inspect(config: EngineConfig, *, as_json: bool, every_layer: bool) -> int:
     registry = registry_for(config)
     checkpoint = open_checkpoint(config.model, registry.checkpoint_readers)
     plan = plan_model(config, registry, checkpoint)
-    geometry = kv_geometry(plan.config, config.block_size, plan.dtype)
-    kv_format = choose_kv_format(config.kv_cache_dtype, registry.kv_formats, geometry, plan.kv_cache)
-    kv_plan = plan_kv(config, plan.config, kv_format, registry.platform, plan.resident_bytes)
-    request = attention_request(attention_layers(plan.config), kv_format, registry.platform)
-    attention = select_attention(request, registry.attention_backends, config.attention_backend)
+    layout = kv_layout(plan)
+    kv_plan = plan_kv(config, plan.config, layout, registry.platform, plan.resident_bytes)
+    layers, backends = attention_layers(plan.config), registry.attention_backends
+    attention = select_for_layout(layout, layers, registry.platform, backends, config.attention_backend)
     if as_json:
         print(json.dumps(plan_json(plan, kv_plan, attention), indent=1))
     else:

@@ -24,7 +24,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, PluginError
 from octavo.front.llm import registry_for
-from octavo.model.checkpoint import open_checkpoint
+from octavo.model.checkpoint import Checkpoint, open_checkpoint
 from octavo.model.loader import blaming, progress, stored_weight
 from octavo.model.plan import ModelPlan
 from octavo.model.shards import ShardWriter
@@ -63,7 +63,7 @@ def convert(config: EngineConfig, destination: str, target: str, max_shard_size:
     registry = registry_for(config)
     kind = _format(target, registry)
     place = Path(destination).expanduser().resolve()
-    _check_free(place)
+    check_free(place)
     with closing(open_checkpoint(config.model, registry.checkpoint_readers)) as checkpoint, torch.inference_mode():
         plan = ModelPlan.of(config, registry, checkpoint)
         plan.check_complete()
@@ -71,7 +71,7 @@ def convert(config: EngineConfig, destination: str, target: str, max_shard_size:
         partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
         with progress("converting", job.work, config.disable_progress) as advance:
             written = job.settings(target, advance)
-            _check_space(place.parent, job.planned_bytes)
+            check_space(place.parent, job.planned_bytes)
             partial.mkdir()
             try:
                 size = job.write(partial, written, max_shard_size, advance)
@@ -100,14 +100,16 @@ def _format(target: str, registry: Registry) -> type[QuantConfig]:
     return found[target]
 
 
-def _check_free(place: Path) -> None:
+def check_free(place: Path) -> None:
+    """Raises ConfigError unless `place` is a new name in a folder that exists, or an empty folder."""
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         raise ConfigError(f"{place} exists already: name a new folder, or remove it first")
     if not place.parent.is_dir():
         raise ConfigError(f"there is no folder {place.parent} to write into")
 
 
-def _check_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int) -> None:
+    """Raises ConfigError where `needed` bytes do not fit."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise ConfigError(f"{folder} has {free:,} bytes free, the new checkpoint needs about {needed:,}")
 
@@ -260,22 +262,27 @@ class _Conversion:
             )
 
     def _write_side_files(self, folder: Path, settings: QuantConfig) -> None:
-        """config.json with the new settings, the tokenizer, and what else belongs to the model and not to its format."""
+        """config.json with the new settings, and all files beside it."""
         checkpoint = self.plan.checkpoint
         config = {key: value for key, value in checkpoint.config.items() if key not in _SETTINGS}
         if isinstance(text := config.get("text_config"), dict):
             config["text_config"] = {key: value for key, value in text.items() if key not in _SETTINGS}
         config["quantization_config"] = settings.settings()
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tokenizer = checkpoint.tokenizer()
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(folder))
-        patterns = _LICENCES if tokenizer is not None else (*_SIDE_FILES, *_LICENCES)
-        source = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-        for path in [path for pattern in patterns for path in source.glob(pattern) if path.is_file()]:
-            copy = folder / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
+        copy_side_files(checkpoint, folder)
+
+
+def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """The tokenizer, and what else belongs to the model and not to its format."""
+    tokenizer = checkpoint.tokenizer()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+    patterns = _LICENCES if tokenizer is not None else (*_SIDE_FILES, *_LICENCES)
+    source = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    for path in [path for pattern in patterns for path in source.glob(pattern) if path.is_file()]:
+        copy = folder / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.attention.kv_format import KVFormat
-from octavo.attention.selection import AttentionSelection, attention_request, select_attention
+from octavo.attention.kv_format import KVLayout
+from octavo.attention.selection import LayoutSelection, select_for_layout
 from octavo.config import EngineConfig
-from octavo.engine.kv_plan import KVPlan, choose_kv_format, free_bytes, kv_geometry, plan_kv
+from octavo.engine.kv_plan import KVPlan, free_bytes, kv_layout, plan_kv
 from octavo.errors import CheckpointError
 from octavo.front.lint import Finding, Findings, as_json, scale_types, tokenizer_facts, unused_files
 from octavo.front.llm import registry_for
@@ -47,7 +47,7 @@ class Diagnosis:
     findings: Findings = field(default_factory=Findings)
     plan: ModelPlan | None = None
     kv_plan: KVPlan | None = None
-    attention: AttentionSelection | None = None
+    attention: LayoutSelection | None = None
     fits: bool | None = None  # None where there is no plan to judge
     free_bytes: int = 0
     has_kv_scales: bool = False
@@ -177,17 +177,16 @@ def _examine_model(
 
 def _check_memory(plan: ModelPlan, diagnosis: Diagnosis) -> None:
     config, findings, registry = plan.settings, diagnosis.findings, plan.registry
-    kv_format = None
+    layout = None
     with findings.catching("kv_format"):
-        geometry = kv_geometry(plan.config, config.block_size, plan.dtype)
-        kv_format = choose_kv_format(config.kv_cache_dtype, registry.kv_formats, geometry, plan.kv_cache)
-    if kv_format is None:
+        layout = kv_layout(plan)
+    if layout is None:
         return
     with findings.catching("attention"):
-        request = attention_request(attention_layers(plan.config), kv_format, registry.platform)
-        diagnosis.attention = select_attention(request, registry.attention_backends, config.attention_backend)
-    if diagnosis.has_kv_scales:
-        findings.add(_unconsumed_scales(kv_format))
+        layers, backends = attention_layers(plan.config), registry.attention_backends
+        diagnosis.attention = select_for_layout(layout, layers, registry.platform, backends, config.attention_backend)
+    if diagnosis.has_kv_scales and not any(kv_format.uses_scales for kv_format in layout.formats):
+        findings.add(_unused_scales(layout))
     if config.max_model_len is not None and config.max_model_len > plan.config.max_positions:
         kind = "settings"
     elif plan.resident_bytes > diagnosis.free_bytes:
@@ -199,17 +198,17 @@ def _check_memory(plan: ModelPlan, diagnosis: Diagnosis) -> None:
     else:
         kind = "memory"
     with findings.catching(kind):
-        diagnosis.kv_plan = plan_kv(config, plan.config, kv_format, registry.platform, plan.resident_bytes)
+        diagnosis.kv_plan = plan_kv(config, plan.config, layout, registry.platform, plan.resident_bytes)
     if kind == "memory":
         diagnosis.fits = diagnosis.kv_plan is not None
 
 
-def _unconsumed_scales(kv_format: KVFormat) -> Finding:
-    """Says that the checkpoint's calibrated scales stay unused: harmless where K and V keep their 16 bits or more."""
-    text = f"the checkpoint's KV scales are not used: K and V are stored as '{kv_format.name}'"
-    if kv_format.storage.itemsize > 1 or kv_format.has_scales:
+def _unused_scales(layout: KVLayout) -> Finding:
+    """Says that the checkpoint's calibrated scales stay unused: harmless where K and V keep 16 bits or bring their own."""
+    text = f"the checkpoint's KV scales are not used: K and V are stored as '{layout.name}'"
+    if all(kv_format.storage.itemsize > 1 or kv_format.has_scales for kv_format in layout.formats):
         return Finding("note", "kv_scales_unused", text)
-    return Finding("warning", "kv_scales_unused", f"{text}, with scales of its own")
+    return Finding("warning", "kv_scales_unused", f"{text}, in 8 bits without a scale")
 
 
 # --- showing

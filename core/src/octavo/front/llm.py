@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from octavo.config import EngineConfig
-from octavo.engine.engine import Engine, EngineStats
+from octavo.engine.engine import Engine
 from octavo.engine.sampling_params import SamplingParams
+from octavo.engine.stats import EngineStats
 from octavo.errors import ConfigError, RequestError
 from octavo.front.output_processor import OutputProcessor, TextDelta
 from octavo.front.outputs import RequestOutput
@@ -31,7 +32,8 @@ _WITHOUT_MEANING = {"trust_remote_code": (False,), "enforce_eager": (False, True
 """Settings that scripts for vLLM give, with the values that ask for nothing here."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may have a "cache_salt": prompts of different salts
+share nothing in the prefix cache, so that a tenant cannot tell from the time to the first token what others sent."""
 
 
 class LLM:
@@ -130,8 +132,13 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stats(self) -> EngineStats:
-        """Counters of the engine: running and waiting requests, KV use, prefix hits, preemptions."""
+        """The engine now and since start: running, waiting and swapped requests, KV use, prefix hits, preemptions."""
         return self.engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes, also while requests run, which keep what they have. Always True, as vLLM's may be."""
+        self.engine.reset_prefix_cache()
+        return True
 
     def _submit(
         self,
@@ -158,7 +165,9 @@ class LLM:
                 order.append(str(next(self._ids)))
                 try:
                     text, ids = self._tokenize(prompt)
-                    self._processor.add_request(order[-1], text, ids, one, priority[i] if priority else 0)
+                    self._processor.add_request(
+                        order[-1], text, ids, one, priority[i] if priority else 0, cache_salt=_cache_salt(prompt)
+                    )
                 except RequestError as error:
                     where = f"prompt {i}: " if len(listed) > 1 else ""
                     raise RequestError(f"{where}{error}", param=error.param) from None
@@ -210,6 +219,13 @@ class LLM:
                 found = sorted(map(str, prompt))
                 raise RequestError(f"a prompt dict needs 'prompt' or 'prompt_token_ids', got {found}", param="prompt")
         return (text, self.tokenizer.encode(text)) if isinstance(text, str) else (None, _token_ids(text))
+
+
+def _cache_salt(prompt: Any) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(f"cache_salt must be a string that is not empty, got {salt!r}", param="cache_salt")
+    return salt
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -61,6 +61,8 @@ class OutputProcessor:
         prompt_token_ids: list[int],
         params: SamplingParams,
         priority: int = 0,
+        *,
+        cache_salt: str | None = None,
     ) -> None:
         """Hands a request to the engine; raises RequestError and keeps nothing where it is refused."""
         special = {s: self.tokenizer.special_id(s) for s in params.stop}
@@ -73,6 +75,7 @@ class OutputProcessor:
             end_token_ids=self.tokenizer.end_token_ids,
             stop_token_ids=special_stops,
             bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words),
+            cache_salt=cache_salt,
         )
         output = RequestOutput(
             request_id,

@@ -7,10 +7,10 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
-from octavo.attention.selection import AttentionSelection
+from octavo.attention.kv_format import ranges
+from octavo.attention.selection import LayoutSelection
 from octavo.engine.kv_plan import KVPlan
 from octavo.model.plan import LinearReport, ModelPlan
 
@@ -23,7 +23,7 @@ def console() -> Any:
     return Console(markup=False, highlight=False, soft_wrap=True, width=width)
 
 
-def plan_json(plan: ModelPlan, kv_plan: KVPlan | None, attention: AttentionSelection | None) -> dict[str, Any]:
+def plan_json(plan: ModelPlan, kv_plan: KVPlan | None, attention: LayoutSelection | None) -> dict[str, Any]:
     """Numbers and names for scripts; null for what could not be planned."""
     kv = kv_plan and {
         **asdict(kv_plan),
@@ -46,7 +46,7 @@ def plan_json(plan: ModelPlan, kv_plan: KVPlan | None, attention: AttentionSelec
 
 
 def print_plan(
-    plan: ModelPlan, kv_plan: KVPlan | None, attention: AttentionSelection | None, every_layer: bool = False
+    plan: ModelPlan, kv_plan: KVPlan | None, attention: LayoutSelection | None, every_layer: bool = False
 ) -> None:
     """The table of kernels, and the lines about memory; without those rows that could not be planned."""
     from rich.table import Column, Table
@@ -96,14 +96,5 @@ def _rows(linears: list[LinearReport], every_layer: bool) -> list[tuple[str, lis
     rows = []
     for key, reports in grouped.items():
         numbers = [int(m.group(1)) for r in reports if (m := re.search(r"\.(\d+)\.", r.layer))]
-        rows.append((key[0].replace("*", _ranges(numbers), 1) if numbers else key[0], reports))
+        rows.append((key[0].replace("*", ranges(numbers), 1) if numbers else key[0], reports))
     return rows
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5"."""
-    parts = []
-    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
-        values = [value for _, value in run]
-        parts.append(str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}")
-    return ",".join(parts)

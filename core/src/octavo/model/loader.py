@@ -130,8 +130,10 @@ class _Loader:
         ]
         return SeparateLinears(parts)
 
-    def _prepare(self, label: str, layers: Sequence[LinearLayer], weight: QuantizedWeight, note: str = "") -> nn.Module:
-        request = self.plan.request(label, weight.spec, layers, weight.bias is not None)
+    def _prepare(
+        self, label: str, layers: Sequence[LinearLayer], weight: QuantizedWeight, note: str = "", shares: bool = False
+    ) -> nn.Module:
+        request = self.plan.request(label, weight.spec, layers, weight.bias is not None, shares)
         choice = self.plan.select(request)
         with blaming(f"kernel '{choice.method.name}' cannot prepare {label} ({weight.spec})"):
             weight = weight.to(self._device)
@@ -191,7 +193,7 @@ class _Loader:
         spec = self.plan.online_spec(layer)
         if spec is not None and spec != weight.spec and self.plan.stored_spec(self.plan.embedding).is_float:
             weight = quantize_online(stored_weight(self.plan, self.plan.embedding), spec)
-        method = self._prepare(layer.name, [layer], weight, "the embedding")
+        method = self._prepare(layer.name, [layer], weight, "the embedding", shares=weight is embedding.weight)
         mine = {buffer.data_ptr() for buffer in method.buffers()}
         if any(buffer.data_ptr() in mine for buffer in embedding.buffers()):
             self.reports[-1] = replace(self.reports[-1], num_bytes=0)

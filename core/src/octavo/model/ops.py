@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.platforms import Platform
+
+_GELU = math.sqrt(2 / math.pi)
 
 
 class FusedOps(ABC):
@@ -70,6 +72,12 @@ class TorchOps(FusedOps):
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        # F.silu and F.gelu round otherwise in the last elements of a tensor or of a thread's share, exp, tanh and erf do not
+        wide = gate.float()
         if activation == "silu":
-            return F.silu(gate) * up
-        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+            factor = 1 / (1 + torch.exp(-wide))
+        elif activation == "gelu_tanh":
+            factor = 0.5 * (1 + torch.tanh(_GELU * (wide + 0.044715 * wide * wide * wide)))
+        else:
+            factor = 0.5 * (1 + torch.erf(wide * math.sqrt(0.5)))
+        return (wide * factor).to(gate.dtype) * up

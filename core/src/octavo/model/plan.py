@@ -284,7 +284,9 @@ class ModelPlan:
         has_bias = any("bias" in self.checkpoint.stored(layer.name) for layer in group.layers)
         return self.request(group.label, self.spec(group.layers[0]), group.layers, has_bias)
 
-    def request(self, label: str, spec: WeightSpec, layers: Sequence[LinearLayer], has_bias: bool) -> LinearRequest:
+    def request(
+        self, label: str, spec: WeightSpec, layers: Sequence[LinearLayer], has_bias: bool, shares_weight: bool = False
+    ) -> LinearRequest:
         return LinearRequest(
             label,
             spec,
@@ -293,6 +295,7 @@ class ModelPlan:
             has_bias,
             self.dtype,
             self.registry.platform,
+            shares_weight,
         )
 
     def select(self, request: LinearRequest) -> Selection:
@@ -315,7 +318,7 @@ class ModelPlan:
         if self.head is None:  # its bytes in the file are the embedding's
             own = self.online_spec(self.tied_head) if self.stored_spec(self.embedding).is_float else None
             spec = embedding if own is None else rounded_spec(own)
-            request = self.request(self.tied_head.name, spec, [self.tied_head], False)
+            request = self.request(self.tied_head.name, spec, [self.tied_head], False, shares_weight=spec == embedding)
             choice = self.select(request)
             self.linears.append(
                 LinearReport(self.tied_head.name, str(spec), choice.method.name, 0, choice.refusals, "the embedding")

@@ -56,10 +56,15 @@ class RotaryEmbedding(nn.Module):
         factor, original, dim = config.parameters["factor"], config.original_max_positions, config.rotary_dim
         prompt_lens = batch.prompt_lens.repeat_interleave(batch.query_start_loc.diff(), output_size=len(positions))
         lengths = torch.maximum(prompt_lens, positions + 1)
-        growth = (factor * lengths / original - (factor - 1)) ** (dim / (dim - 2))
+        growth = _power(factor * lengths / original - (factor - 1), torch.tensor(dim / (dim - 2)))
         # exactly 1, and no rounding error of it, for all lengths that need no stretching
         growth = torch.where(lengths > original, growth, 1.0)
-        return 1.0 / (config.theta * growth)[:, None] ** self.exponents
+        return 1.0 / _power((config.theta * growth)[:, None], self.exponents)
+
+
+def _power(base: Tensor, exponent: Tensor) -> Tensor:
+    """base ** exponent, fp32. torch's own rounds otherwise in the last elements of a tensor, so a token's place would count."""
+    return (base.double().log() * exponent.double()).exp().float()
 
 
 def _exponents(config: RopeConfig) -> Tensor:

@@ -1,7 +1,8 @@
 """Calibrated scales of the KV cache in a checkpoint: all names under which tools have stored them, read and checked once.
 
 They belong to no weight format: the same names lie beside fp8, int8 and unquantised weights. A checkpoint that holds some
-must hold them for every layer, and each must be a positive number; whether a KV format uses them is its own affair.
+must hold them for every layer, and each must be a positive number; whether a KV format uses them is its own affair. What
+octavo calibrates itself is written in the first spelling, compressed-tensors'.
 Sources: the remapping table of vLLM's loader, AutoFP8, compressed-tensors, ModelOpt, Quark.
 """
 
@@ -20,6 +21,7 @@ from octavo.quant.config import TensorInfo
 KV_SCALE_FILE = "kv_cache_scales.json"
 """The side file of vLLM up to 0.6, {"kv_cache": {"scaling_factor": {"0": {"0": 0.0123, ...}}}}: by rank, then layer."""
 
+_SIDE_FILE_DTYPE = "float8_e4m3fn"
 _BOTH = ("kv_scale",)
 _SPELLINGS = (
     "{}_scale",
@@ -53,6 +55,26 @@ def looks_like_kv_scale(name: str) -> bool:
     known = {tail.replace("{}", side).rpartition(".")[2] for tail in (*_SPELLINGS, *_BOTH, *_UNUSED) for side in "kvq"}
     known |= {tail.rpartition(".")[2] for tail in _ZERO_POINTS}
     return last in known - {"scale"} or ("attn" in module and last.endswith(("scale", "scales", "zero_point")))
+
+
+def holds_kv_scales(attention: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether an attention module has a scale of K or V, by the names of its tensors."""
+    return any(f"{attention}.{tail}" in tensors for side in "kv" for tail in _spellings(side))
+
+
+def unit_kv_scales(num_layers: int) -> tuple[KVScales, ...]:
+    """Scales of 1 for every layer."""
+    one = torch.ones(())
+    return (KVScales(one, one),) * num_layers
+
+
+def kv_scale_tensors(attention: str, scales: KVScales) -> dict[str, Tensor]:
+    """One layer's scales as compressed-tensors stores them: fp32 (1,), or (kv_heads, 1, 1) for a scale per head."""
+    shaped = {side: getattr(scales, side).reshape(-1) for side in "kv"}
+    return {
+        f"{attention}.{side}_scale": (scale if scale.numel() == 1 else scale[:, None, None]).float().contiguous()
+        for side, scale in shaped.items()
+    }
 
 
 def kv_scale_names(attention: str, tensors: Mapping[str, TensorInfo]) -> list[str]:
@@ -105,33 +127,34 @@ def complete_kv_scales(
     return found
 
 
-def scales_from_file(content: Mapping[str, Any], num_layers: int) -> list[KVScales | None]:
+def scales_from_file(content: Mapping[str, Any], num_layers: int, file: str = KV_SCALE_FILE) -> list[KVScales | None]:
     """The layers' scales by the side file's `content`, each for both K and V; raises CheckpointError for what it gets wrong."""
     cache = content.get("kv_cache")
+    dtype = cache.get("dtype", _SIDE_FILE_DTYPE) if isinstance(cache, Mapping) else _SIDE_FILE_DTYPE
+    if dtype != _SIDE_FILE_DTYPE:
+        raise CheckpointError("the KV scales are for another type", file=file, expected=_SIDE_FILE_DTYPE, found=dtype)
     ranks = cache.get("scaling_factor") if isinstance(cache, Mapping) else None
     if not content:
         return [None] * num_layers
     if not isinstance(ranks, Mapping) or not all(isinstance(layers, Mapping) for layers in ranks.values()):
         raise CheckpointError(
             "expected the KV scales by rank and layer",
-            file=KV_SCALE_FILE,
+            file=file,
             expected="kv_cache.scaling_factor.RANK.LAYER",
         )
     if len({tuple(sorted(layers.items())) for layers in ranks.values()}) > 1:
-        raise CheckpointError(
-            "the KV scales of the ranks differ: each is for a part of the heads only", file=KV_SCALE_FILE
-        )
+        raise CheckpointError("the KV scales of the ranks differ: each is for a part of the heads only", file=file)
     layers: Mapping[str, Any] = next(iter(ranks.values()), {})
     if unknown := [name for name in layers if name not in {str(index) for index in range(num_layers)}]:
         raise CheckpointError(
             f"KV scales of a layer that the model of {num_layers} layers does not have",
-            file=KV_SCALE_FILE,
+            file=file,
             found=unknown[0],
         )
     found: list[KVScales | None] = []
     for value in (layers.get(str(index)) for index in range(num_layers)):
         if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
-            raise CheckpointError(_NO_SCALE, file=KV_SCALE_FILE, expected="more than 0", found=value)
+            raise CheckpointError(_NO_SCALE, file=file, expected="more than 0", found=value)
         scale = None if value is None else torch.tensor(float(value))
         found.append(None if scale is None else KVScales(scale, scale))
     return found

@@ -15,11 +15,11 @@ from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, NoKernelError, ask
 from octavo.platforms import Platform
+from octavo.product import row_product
 from octavo.quant.activation import dequantize_inputs, quantize_inputs, why_not_quantize
 from octavo.quant.weight import CODES, QuantizedWeight, WeightSpec
 
@@ -38,17 +38,20 @@ class LinearRequest:
     has_bias: bool
     dtype: torch.dtype  # of input and output
     platform: Platform
+    shares_weight: bool = False  # another module keeps the float weight as it is (a tied head): a copy takes memory
 
 
 class LinearMethod(nn.Module):
     """A kernel for linear layers. An instance is one prepared layer; it keeps no state between calls.
 
     `rank` orders candidates: 0 reference, 10 portable, 20 vendor library, 30 tuned for this chip. Negative ranks run only
-    when a user asks by name.
+    when a user asks by name. `batch_invariant` promises, on a CPU, the same bits for a row whatever the number of rows and its
+    place among them.
     """
 
     name: ClassVar[str]
     rank: ClassVar[int]
+    batch_invariant: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -81,10 +84,11 @@ def resident_bytes(method: nn.Module) -> int:
 
 
 class DenseMethod(LinearMethod):
-    """A plain matrix product in the compute type, by torch."""
+    """A plain matrix product in the compute type, by torch. `weight` is (in, out); its memory is transposed if that is free."""
 
     name = "dense"
     rank = 10
+    batch_invariant = True
 
     @classmethod
     def why_not(cls, request: LinearRequest) -> str | None:
@@ -101,11 +105,13 @@ class DenseMethod(LinearMethod):
 
     def __init__(self, weight: QuantizedWeight, request: LinearRequest) -> None:
         super().__init__(weight, request)
-        self.register_buffer("weight", weight.dequantize(request.dtype).contiguous())
+        dense = weight.dequantize(request.dtype).t()
+        keeps = request.shares_weight or request.platform.device != "cpu"
+        self.register_buffer("weight", dense if keeps else dense.contiguous())
         self.register_buffer("bias", None if weight.bias is None else weight.bias.to(request.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return row_product(x, self.weight, self.bias)
 
 
 class ReferenceMethod(LinearMethod):
@@ -116,6 +122,7 @@ class ReferenceMethod(LinearMethod):
 
     name = "reference"
     rank = 0
+    batch_invariant = True
 
     @classmethod
     def why_not(cls, request: LinearRequest) -> str | None:
@@ -144,7 +151,7 @@ class ReferenceMethod(LinearMethod):
             x = dequantize_inputs(*quantize_inputs(x, activation, self.input_scale, self.input_zero), activation)
             dtype = torch.float32
         bias = None if self.bias is None else self.bias.to(dtype)
-        return F.linear(x, weight.dequantize(dtype), bias).to(self._dtype)
+        return row_product(x, weight.dequantize(dtype).t(), bias).to(self._dtype)
 
 
 class DequantizedMethod(DenseMethod):

@@ -58,7 +58,8 @@ class AttentionBackendSuite(Suite):
     """Set `backend` to the `AttentionBackend` under test.
 
     Steps that the backend refuses are skipped; `expected_attention` states the tolerance for the others. On a CPU a request
-    alone must give the same bits as in any batch; on other devices only if the backend declares `batch_invariant = True`.
+    alone must give the same bits as in any batch; on other devices only if the backend declares `batch_invariant = True`. That
+    also promises the same bits for a token whatever the chunk that it comes in.
     """
 
     backend: ClassVar[type[AttentionBackend]]
@@ -103,6 +104,16 @@ class AttentionBackendSuite(Suite):
         layers = [replace(PLAIN, sliding_window=window) for window in (1, 5, 16, 17, 33, 1000)]
         for rows in (MIXED, DECODE, PREFILL):
             self._compare(self._accepted(layers, rows))
+
+    def test_blocks_that_left_the_window_are_not_read(self) -> None:
+        wrong, cells = [], self._accepted([replace(PLAIN, sliding_window=w) for w in (1, 5, 16)], block_size=8)
+        for cell in cells:
+            pool = cell.pool()
+            expected, tolerance = expected_attention(cell, pool)
+            found = self._run(cell, pool, dropped=True)
+            if (reason := deviation(found.cpu(), expected, tolerance)) is not None:
+                wrong.append(f"{cell}, blocks before the window given back: {reason}")
+        expect_none_wrong(wrong, len(cells))
 
     def test_soft_cap(self) -> None:
         layers = [replace(PLAIN, soft_cap=cap, sliding_window=window) for cap in (0.5, 30.0) for window in (None, 7)]
@@ -164,6 +175,26 @@ class AttentionBackendSuite(Suite):
                     wrong.append(f"{cell}: {sequence.query_len} of {sequence.seq_len} tokens, alone: {reason}")
                 start += sequence.query_len
         expect_none_wrong(wrong, len(cells))
+
+    def test_a_token_does_not_depend_on_its_chunk(self) -> None:
+        exact = getattr(self.backend, "batch_invariant", False)
+        layers = (PLAIN, replace(PLAIN, sliding_window=7), replace(PLAIN, heads=9, kv_heads=3, soft_cap=2.0))
+        wrong, cells = [], self._accepted(layers, rows=((150, 150), (33, 140)))
+        for cell in cells:
+            pool = cell.pool()
+            whole, tolerance = self._run(cell, pool), expected_attention(cell, pool)[1]
+            start = 0
+            for sequence in pool.sequences:
+                rows = slice(start, start + sequence.query_len)
+                for chunk in (1, 2, 7, 64):
+                    part = torch.cat([self._run(cell, replace(pool, sequences=(s,))) for s in chunks(sequence, chunk)])
+                    reason = deviation(part, whole[rows], 2 * tolerance[rows].to(self.device))
+                    if reason is None and exact and not same_bits(part, whole[rows]):
+                        reason = "other bits, although the backend declares batch_invariant"
+                    if reason is not None:
+                        wrong.append(f"{cell}: {sequence.query_len} tokens in chunks of {chunk}: {reason}")
+                start += sequence.query_len
+        expect_none_wrong(wrong, 8 * len(cells))
 
     def test_keeps_no_state(self) -> None:
         wrong, cells = [], self._accepted((PLAIN, replace(PLAIN, sliding_window=5)))
@@ -237,14 +268,21 @@ class AttentionBackendSuite(Suite):
             if refusal(self.backend, cell.request(_platform(self.device))) is None
         ]
 
-    def _run(self, cell: AttentionCell, pool: Pool, unwritten: float = float("nan"), strided: bool = False) -> Tensor:
+    def _run(
+        self,
+        cell: AttentionCell,
+        pool: Pool,
+        unwritten: float = float("nan"),
+        strided: bool = False,
+        dropped: bool = False,
+    ) -> Tensor:
         backend = self.backend(cell.request(_platform(self.device)))
         query = pool.queries().to(self.device)
         if strided:
             query = torch.cat([query, query + 1], dim=1)[:, : query.shape[1]]
         kv = pool.blocks(cell.kv_dtype, self.device, unwritten)
         with torch.inference_mode():
-            plan = backend.plan(pool.batch(self.device))
+            plan = backend.plan(pool.batch(self.device, window=cell.layer.sliding_window if dropped else None))
             return backend.forward(cell.layer, query, kv, plan)
 
     def _compare(self, cells: Sequence[AttentionCell]) -> None:
@@ -264,6 +302,17 @@ class AttentionBackendSuite(Suite):
 @cache
 def _platform(device: str) -> Platform:
     return Platform.detect(device)
+
+
+def chunks(sequence: PagedSequence, size: int) -> list[PagedSequence]:
+    """The steps of a prompt whose queries are computed a few at a time."""
+    first = sequence.seq_len - sequence.query_len
+    parts = []
+    for start in range(0, sequence.query_len, size):
+        query = sequence.query[start : start + size]
+        end = first + start + len(query)
+        parts.append(replace(sequence, key=sequence.key[:end], value=sequence.value[:end], query=query))
+    return parts
 
 
 def expected_attention(cell: AttentionCell, pool: Pool) -> tuple[Tensor, Tensor]:

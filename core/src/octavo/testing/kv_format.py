@@ -12,11 +12,14 @@ from octavo.attention.backend import AttentionLayer, AttentionRequest, LayerKV
 from octavo.attention.kv_format import KVFormat, KVGeometry
 from octavo.attention.reference import ReferenceAttention
 from octavo.platforms import Platform
+from octavo.quant.kv_scales import KVScales
 from octavo.testing.paging import Pool, lay_out
 from octavo.testing.suite import Suite, as_bytes, deviation, expect_none_wrong, same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_BLOCKS = 7
+_LAYER = 1
+"""Index of the layer that is written: not the first, so that its scales are not either."""
 
 
 class KVFormatSuite(Suite):
@@ -179,11 +182,11 @@ class KVFormatSuite(Suite):
 
     def test_raw_storage_with_folded_scales_equals_decoded_blocks(self) -> None:
         """A backend that reads the storage type computes, between fold and unfold, what it computes over decoded blocks."""
-        for geometry in _geometries(dtypes=(torch.float32,)):
-            written = _attended(self.format, geometry, self.device)
+        for geometry, made in _with_scales(self.format):
+            written = _attended(made, self.device)
             if written is None:
                 continue
-            kv_format, kv, pool, layer = written
+            kv_format, (kv, pool, layer) = made, written
             platform = Platform.detect(self.device)
             backend = ReferenceAttention(
                 AttentionRequest([layer], torch.float32, geometry.block_size, torch.float32, platform)
@@ -195,6 +198,26 @@ class KVFormatSuite(Suite):
             found = kv_format.unfold(layer, backend.forward(layer, kv_format.fold(layer, query), raw, plan))
             reason = deviation(found, expected, 1e-4 * (1 + expected.double().abs()))
             assert reason is None, f"{geometry}: {reason}"
+
+    def test_calibrated_scales_divide_what_is_stored(self) -> None:
+        """A format that `uses_scales` stores K / k and V / v of the layer as it stores numbers without scales."""
+        for geometry, made in _with_scales(self.format):
+            if not made.scales:
+                continue
+            plain, layer = self.format(geometry), _layer(geometry)
+            slots = torch.arange(geometry.block_size + 3, device=self.device)
+            key, value = _values(len(slots), geometry, self.device)
+            scales = made.scales[layer.index]
+            kv, expected = (kv_format.allocate(2, self.device) for kv_format in (made, plain))
+            made.write(layer, kv, key, value, slots)
+            by_k, by_v = (one.to(self.device).reshape(-1, 1) for one in (scales.k, scales.v))
+            plain.write(layer, expected, key / by_k, value / by_v, slots)
+            for stored, other in zip(kv.tensors, expected.tensors, strict=True):
+                assert same_bits(stored, other), f"{geometry}: what is stored is not K or V over its scale"
+            blocks = torch.arange(2, device=self.device)
+            found, undone = made.decode(layer, kv, blocks), plain.decode(layer, expected, blocks)
+            assert same_bits(found.key, undone.key * by_k[..., None]), f"{geometry}: K is not decoded times its scale"
+            assert same_bits(found.value, undone.value * by_v[..., None]), f"{geometry}: nor V times its scale"
 
     def read_error(self, given: Tensor, kv_format: KVFormat) -> Tensor:
         """How far values (..., head_dim) may come back from what was written: half a step of the storage type.
@@ -266,11 +289,22 @@ class _Written:
         return all(torch.equal(_by_slot(a)[self.slots], _by_slot(b)[self.slots]) for a, b in pairs)
 
 
-def _attended(
-    kv_format: type[KVFormat], geometry: KVGeometry, device: str
-) -> tuple[KVFormat, LayerKV, Pool, AttentionLayer] | None:
+def _with_scales(kind: type[KVFormat]) -> Iterator[tuple[KVGeometry, KVFormat]]:
+    """A format over fp32 without scales and, if it `uses_scales`, with some: per tensor and per head, powers of 2.
+
+    No two layers, heads or sides have equal ones.
+    """
+    for geometry in _geometries(dtypes=(torch.float32,)):
+        yield geometry, kind(geometry)
+        for count in (1, geometry.kv_heads) if kind.uses_scales else ():
+            exponents = torch.arange(2 * (_LAYER + 1) * count).reshape(_LAYER + 1, 2, count)
+            scales = 2.0 ** (exponents % 7 - 3)
+            yield geometry, kind(geometry, [KVScales(*(one.squeeze() for one in layer)) for layer in scales])
+
+
+def _attended(made: KVFormat, device: str) -> tuple[LayerKV, Pool, AttentionLayer] | None:
     """Sequences written through a format whose storage is plain floating numbers; None for other formats."""
-    made, layer = kv_format(geometry), _layer(geometry)
+    geometry, layer = made.geometry, _layer(made.geometry)
     pool = lay_out(((1, 33), (5, 20), (16, 16)), layer, geometry.block_size, geometry.dtype, geometry.dtype)
     kv = made.allocate(pool.num_blocks, device)
     if not made.storage.is_floating_point or len(kv.tensors) != 2:
@@ -278,7 +312,7 @@ def _attended(
     for sequence in pool.sequences:
         key, value = (t.to(device, geometry.dtype) for t in (sequence.key, sequence.value))
         made.write(layer, kv, key, value, pool.slots(sequence).to(device))
-    return made, kv, pool, layer
+    return kv, pool, layer
 
 
 def _geometries(dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[KVGeometry]:
@@ -290,7 +324,7 @@ def _geometries(dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[KVGeometry
 
 def _layer(geometry: KVGeometry) -> AttentionLayer:
     heads = 2 * geometry.kv_heads
-    return AttentionLayer(0, heads, geometry.kv_heads, geometry.head_dim, geometry.head_dim**-0.5)
+    return AttentionLayer(_LAYER, heads, geometry.kv_heads, geometry.head_dim, geometry.head_dim**-0.5)
 
 
 def _slot_lists(block_size: int) -> Iterator[list[int]]:

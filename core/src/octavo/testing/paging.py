@@ -48,8 +48,11 @@ class Pool:
         blocks = torch.tensor(sequence.blocks)[positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
-    def batch(self, device: str, seed: int = 0) -> AttentionBatch:
-        """The step that computes all queries. Tables end in ids of blocks that are not the request's."""
+    def batch(self, device: str, seed: int = 0, window: int | None = None) -> AttentionBatch:
+        """The step that computes all queries. Tables end in ids of blocks that are not the request's.
+
+        Where all layers have a sliding `window`, they start with such ids too: what left it was given back.
+        """
         generator = torch.Generator().manual_seed(seed)
         query_lens, seq_lens = ([getattr(s, name) for s in self.sequences] for name in ("query_len", "seq_len"))
         width = max(len(s.blocks) for s in self.sequences) + 2
@@ -58,7 +61,10 @@ class Pool:
             foreign = sorted(set(range(self.num_blocks)) - set(sequence.blocks))
             picked = torch.randint(0, len(foreign), (width,), generator=generator)
             tables[row] = torch.tensor(foreign, dtype=torch.int32)[picked]
-            tables[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+            first = (
+                0 if window is None else max(0, sequence.seq_len - sequence.query_len - window + 1) // self.block_size
+            )
+            tables[row, first : len(sequence.blocks)] = torch.tensor(sequence.blocks[first:], dtype=torch.int32)
         starts = torch.tensor([0, *query_lens]).cumsum(0)
         batch = AttentionBatch(
             query_start_loc=starts.to(torch.int32),
@@ -137,10 +143,13 @@ def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
     return (values / scale).round() * scale
 
 
-def hostile(kv: PagedKV, block_ids: Sequence[int]) -> None:
-    """Fills whole blocks with NaN, in every tensor that can hold one: what nobody wrote must not be read."""
+def hostile(kv: PagedKV, block_ids: Sequence[int], *, host: bool = False) -> None:
+    """Fills whole blocks with NaN, in every tensor that can hold one: what nobody wrote must not be read.
+
+    With `host`, the ids are those of host blocks.
+    """
     ids = torch.tensor(list(block_ids), dtype=torch.long)
-    for layer in kv.layers:
+    for layer in kv.host_layers if host else kv.layers:
         for tensor in layer.tensors:
             if tensor.dtype.is_floating_point and len(ids):
                 tensor[ids.to(tensor.device)] = torch.full_like(tensor[:1], float("nan")).expand(

@@ -36,13 +36,13 @@ class ScriptedModel:
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
         """token_ids and positions (tokens,) -> (tokens, 1): the token that each position forces next."""
         (layer,), kv, batch = self.attention_layers, attention.kv.layers[0], attention.batch
-        dtype = attention.kv.format.geometry.dtype
+        dtype = attention.kv.layout.formats[0].geometry.dtype
         key, value = (_to_digits(numbers)[:, None].to(dtype) for numbers in (token_ids, positions))
-        attention.kv.format.write(layer, kv, key, value, batch.slot_mapping)
+        attention.kv.layout.formats[0].write(layer, kv, key, value, batch.slot_mapping)
         forced: list[int] = []
         for row, (query_len, seq_len) in enumerate(zip(batch.query_lens_list, batch.seq_lens_list, strict=True)):
             blocks = batch.block_tables[row, : -(-seq_len // batch.block_size)].long()
-            history = self._history(attention.kv.format.decode(layer, kv, blocks), seq_len, row)
+            history = self._history(attention.kv.layout.formats[0].decode(layer, kv, blocks), seq_len, row)
             script = self._script(history, int(batch.prompt_lens[row]))
             forced += [self._next(script, position) for position in range(seq_len - query_len + 1, seq_len + 1)]
         return torch.tensor(forced, dtype=torch.float32, device=token_ids.device)[:, None]

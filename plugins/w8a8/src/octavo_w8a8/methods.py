@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo import CheckpointError, LinearMethod, LinearRequest, QuantizedWeight, quantize_inputs
+from octavo import CheckpointError, LinearMethod, LinearRequest, QuantizedWeight, quantize_inputs, row_product
 
 MAX_INPUTS = 131_071  # 2^31 - 1 over 128 * 128: sums of products of two int8 stay in int32
 MAX_INPUTS_ASYMMETRIC = 65_535  # the zeros, times the sum of a row, may add as much again
@@ -105,6 +105,7 @@ class Int8WeightMethod(LinearMethod):
 
     name = "int8_weight_torch"
     rank = 10
+    batch_invariant: ClassVar[bool] = True
 
     @classmethod
     def why_not(cls, request: LinearRequest) -> str | None:
@@ -133,7 +134,7 @@ class Int8WeightMethod(LinearMethod):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.float32)
         tiles = [self.codes[start : start + self._rows] for start in range(0, len(self.codes), self._rows)]
-        result = torch.cat([wide @ tile.to(torch.float32).t() for tile in tiles], dim=1).mul_(self.scales)
+        result = torch.cat([row_product(wide, tile.to(torch.float32).t()) for tile in tiles], dim=1).mul_(self.scales)
         if self.bias is not None:
             result += self.bias
         return result.to(self._dtype)
