@@ -25,6 +25,9 @@ if TYPE_CHECKING:
         AttentionRequest as AttentionRequest,
     )
     from octavo.attention.backend import (
+        KVEncoding as KVEncoding,
+    )
+    from octavo.attention.backend import (
         LayerKV as LayerKV,
     )
     from octavo.attention.kv_format import KVFormat as KVFormat
@@ -74,6 +77,7 @@ if TYPE_CHECKING:
     from octavo.model.architectures import RopeConfig as RopeConfig
     from octavo.model.checkpoint import Checkpoint as Checkpoint
     from octavo.model.checkpoint import CheckpointReader as CheckpointReader
+    from octavo.model.embedding import Embedding as Embedding
     from octavo.model.ops import FusedOps as FusedOps
     from octavo.model.plan import LinearReport as LinearReport
     from octavo.platforms import Platform as Platform
@@ -109,7 +113,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "octavo.attention.backend": "AttentionBackend AttentionBatch AttentionLayer AttentionRequest LayerKV",
+    "octavo.attention.backend": "AttentionBackend AttentionBatch AttentionLayer AttentionRequest KVEncoding LayerKV",
     "octavo.attention.kv_format": "KVFormat KVGeometry PlainKV zeroed",
     "octavo.config": "EngineConfig",
     "octavo.engine.executor": "Executor ModelInfo",
@@ -123,6 +127,7 @@ _HOMES = {
     "octavo.hookspecs": "API_VERSION hookimpl",
     "octavo.model.architectures": "DecoderConfig RopeConfig",
     "octavo.model.checkpoint": "Checkpoint CheckpointReader",
+    "octavo.model.embedding": "Embedding",
     "octavo.model.ops": "FusedOps",
     "octavo.model.plan": "LinearReport",
     "octavo.platforms": "Platform",

@@ -193,6 +193,12 @@ class EngineConfig(BaseModel):
         {},
         description="Kernel for layers by pattern, PATTERN=KERNEL[,...]; 'KERNEL?' where it can run. Default: the best.",
     )
+    cpu_activations: Literal["auto", "float", "int8"] = Field(
+        "auto",
+        description="Inputs of layers whose weights alone are quantised, in kernels for CPUs. float: as they are. int8: quantised "
+        "for each token and group of weights, which is faster. auto: int8 for weights where that costs less than 0.1 % of "
+        "perplexity. The kernel's name in the table says which.",
+    )
     attention_backend: str | None = Field(None, description="Attention kernel. Default: the best that can serve.")
     distributed_executor_backend: str = Field("uni", description="What runs the workers. uni: this process.")
     tensor_parallel_size: int = Field(

@@ -1,5 +1,6 @@
 """The demo model straight from its GGUF file, against transformers' own loader and tokenizer of such files."""
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,6 @@ TEXTS = [
     "def f(x):\n    return x**2  # 3.14159 0x1F\n",
     "",
 ]
-# In fp32 both sides are up to 9e-5 away from the logits in double precision, so longer or stranger texts can differ by more.
 PROSE = [TEXTS[0], "The capital of France is", "Once upon a time, in a village by the sea,"]
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -97,11 +97,13 @@ def test_every_weight_is_the_one_that_transformers_makes(reader: GGUFReader, the
 def test_logits_are_those_of_transformers(
     llm: LLM, theirs: Any, their_tokenizer: Any, all_logits: Callable[..., Tensor]
 ) -> None:
+    exact = copy.deepcopy(theirs).double()
     for text in PROSE:
         ids = their_tokenizer(text, return_tensors="pt")["input_ids"]
         with torch.no_grad():
-            expected = theirs(ids).logits[0]
-        assert (all_logits(llm, ids[0].tolist()) - expected).abs().max() < 1e-4
+            expected = exact(ids).logits[0]
+        # their own fp32 logits are 4e-6 to 6e-6 of the largest logit away from these
+        assert (all_logits(llm, ids[0].tolist()) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_greedy_tokens_are_those_of_transformers(llm: LLM, theirs: Any, their_tokenizer: Any) -> None:

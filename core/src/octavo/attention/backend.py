@@ -42,6 +42,22 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
+class KVEncoding:
+    """The arithmetic of a KV format, for backends that write blocks themselves: clamp(x / scale) to the storage type.
+
+    Scales (1,) or (kv_heads,) fp32 are constants of the layer, None for 1. With `smallest_scale` each token and head has its own,
+    max(largest magnitude / `largest`, smallest_scale), kept in `LayerKV`; magnitudes above 2^127 count as that. NaN stays NaN,
+    in the scale where a type has no code for it.
+    """
+
+    storage: torch.dtype
+    largest: float  # number that is written; what is beyond becomes it
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    smallest_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """What one step computes, for `requests` sequences and `tokens` scheduled tokens. Prefill and decode look alike.
 
@@ -115,6 +131,26 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:
         """Prepares a step; the result is handed to each `forward` of that step."""
+
+    def stores(self, layer: AttentionLayer, encoding: KVEncoding) -> bool:
+        """Whether `attend` writes such K and V itself; else their format does before each `forward`."""
+        return False
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv: LayerKV,
+        encoding: KVEncoding,
+        plan: Any,
+    ) -> Tensor:
+        """Stores key and value (tokens, kv_heads, head_dim) as their format would, bit for bit, then attends as `forward`.
+
+        Scales are part of what it reads: nothing is folded into the query.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def forward(self, layer: AttentionLayer, query: Tensor, kv: LayerKV, plan: Any) -> Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer, LayerKV
+from octavo.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer, KVEncoding, LayerKV
 
 if TYPE_CHECKING:
     from octavo.quant.kv_scales import KVScales
@@ -78,6 +78,10 @@ class KVFormat(ABC):
         The contents of slots never written are undefined.
         """
 
+    def encoding(self, layer: AttentionLayer) -> KVEncoding | None:
+        """What `write` does to numbers, where a backend may do it instead; None where only `write` knows."""
+        return None
+
     def fold(self, layer: AttentionLayer, query: Tensor) -> Tensor:
         """The query (tokens, heads, head_dim) with a static key scale multiplied in, for backends that read raw storage."""
         return query
@@ -117,6 +121,9 @@ class PlainKV(KVFormat):
         block, offset = slot_mapping // self.geometry.block_size, slot_mapping % self.geometry.block_size
         kv.key[block, :, offset] = self._stored(key)
         kv.value[block, :, offset] = self._stored(value)
+
+    def encoding(self, layer: AttentionLayer) -> KVEncoding | None:
+        return KVEncoding(self.storage, torch.finfo(self.storage).max)
 
     def _stored(self, values: Tensor) -> Tensor:
         """Values in the storage type; what exceeds its range becomes its largest number, never infinity."""
@@ -258,6 +265,22 @@ class MixedBackend(AttentionBackend):
         plans = {backend: backend.plan(batch) for backend in dict.fromkeys(self.by_layer)}
         return [plans[backend] for backend in self.by_layer]
 
+    def stores(self, layer: AttentionLayer, encoding: KVEncoding) -> bool:
+        return self.by_layer[layer.index].stores(layer, encoding)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv: LayerKV,
+        encoding: KVEncoding,
+        plan: list[Any],
+    ) -> Tensor:
+        i = layer.index
+        return self.by_layer[i].attend(layer, query, key, value, kv, encoding, plan[i])
+
     def forward(self, layer: AttentionLayer, query: Tensor, kv: LayerKV, plan: list[Any]) -> Tensor:
         i = layer.index
         return _read(self.by_layer[i], self.layout.formats[i], layer, query, kv, plan[i])
@@ -324,6 +347,9 @@ class AttentionStep:
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Stores this step's key and value (tokens, kv_heads, head_dim), then attends: (tokens, heads, head_dim)."""
         kv, kv_format = self.kv.layers[layer.index], self.kv.layout.formats[layer.index]
+        encoding = kv_format.encoding(layer)
+        if encoding is not None and self.backend.stores(layer, encoding):
+            return self.backend.attend(layer, query, key, value, kv, encoding, self.plan)
         kv_format.write(layer, kv, key, value, self.batch.slot_mapping)
         return _read(self.backend, kv_format, layer, query, kv, self.plan)
 

@@ -65,7 +65,7 @@ class Runner:
         per_block = self.kv_plan.bytes_per_block
         host_blocks = plan_host_blocks(config, per_block, registry.platform)
         kv = PagedKV(layout, layers, self.kv_plan.num_blocks, registry.platform.device, host_blocks)
-        self._set_up(self.loaded.decoder, kv, backend, decoder.vocab_size, registry)
+        self._set_up(self.loaded.decoder, kv, backend, decoder.vocab_size, registry, config.max_num_batched_tokens)
         self.info = ModelInfo(
             vocab_size=decoder.vocab_size,
             max_model_len=self.kv_plan.max_model_len,
@@ -83,14 +83,20 @@ class Runner:
             )
 
     def _set_up(
-        self, model: Model, kv: PagedKV, backend: AttentionBackend, vocab_size: int, registry: Registry
+        self,
+        model: Model,
+        kv: PagedKV,
+        backend: AttentionBackend,
+        vocab_size: int,
+        registry: Registry,
+        max_tokens: int,
     ) -> None:
         self.model, self.kv, self.backend = model, kv, backend
         self.device = registry.platform.device
         self.sampler = Sampler(vocab_size)
         graphs = sorted(registry.step_graphs, key=lambda g: -g.rank)
         graph = next(g for g in graphs if ask(g.why_not, registry.platform) is None)
-        self.forward = graph().capture(model.forward)
+        self.forward = graph().capture(model.forward, max_tokens)
 
     @classmethod
     def with_model(
@@ -100,10 +106,11 @@ class Runner:
         backend: AttentionBackend,
         info: ModelInfo,
         registry: Registry,
+        max_tokens: int = 2048,
     ) -> Runner:
         """A runner around a ready model, for tests with scripted ones."""
         runner = cls.__new__(cls)
-        runner._set_up(model, kv, backend, info.vocab_size, registry)
+        runner._set_up(model, kv, backend, info.vocab_size, registry, max_tokens)
         runner.info = info
         return runner
 

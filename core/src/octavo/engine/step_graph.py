@@ -1,6 +1,6 @@
 """The contract of step capture: removing the cost of launching a forward's operations one by one. Eager is the default.
 
-Provisional: it is not part of plugin API 1.0 until a first real capture has shown which static buffers it needs.
+Provisional: plugins/cpu captures by recording what its own kernels were asked to do; what CUDA graphs need is not known yet.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ class StepGraph(ABC):
         """None if capture works here, else a sentence."""
 
     @abstractmethod
-    def capture(self, step_function: StepFunction) -> StepFunction:
-        """A function with the arguments and result of `step_function`, which it may record on first use and replay later."""
+    def capture(self, step_function: StepFunction, max_tokens: int) -> StepFunction:
+        """A function with the arguments and result of `step_function`, which it may record on first use and replay later.
+
+        The arguments are token_ids and positions (tokens,) int64, at most `max_tokens`, and an AttentionStep. What a replay
+        returns is valid until the next call.
+        """
 
 
 class EagerStep(StepGraph):
@@ -40,5 +44,5 @@ class EagerStep(StepGraph):
     def why_not(cls, platform: Platform) -> str | None:
         return None
 
-    def capture(self, step_function: StepFunction) -> StepFunction:
+    def capture(self, step_function: StepFunction, max_tokens: int) -> StepFunction:
         return step_function

@@ -90,9 +90,7 @@ class DecoderLayer(nn.Module):
         eps = self.config.rms_norm_eps
         x, residual = _add_norm(self.ops, update, residual, self.input_norm, eps)
         x, residual = _add_norm(self.ops, self._attend(x, cos, sin, step), residual, self.post_attention_norm, eps)
-        gated = self.ops.gated(self.gate_up(x), self.config.activation)
-        if self.activation_scale is not None:
-            gated = gated / self.activation_scale
+        gated = self.ops.gated(self.gate_up(x), self.config.activation, self.activation_scale)
         return self.down(gated), residual
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
@@ -151,7 +149,7 @@ class Decoder(nn.Module):
 
         Writes the tokens' K and V into the blocks of `step`.
         """
-        cos, sin = self.rope(positions, step.batch)
+        cos, sin = self.rope(positions, step.batch, self.ops)
         update, residual = None, self.embedding(token_ids)
         for layer in self.layers:
             update, residual = layer(update, residual, cos, sin, step)

@@ -22,7 +22,7 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.weight.spec.is_float:
-            return F.embedding(token_ids, self.weight.codes)
+            return F.embedding(token_ids, self.weight.codes).to(self.dtype)
         out_group = self.weight.spec.group_shape[0]
         groups = torch.zeros_like(token_ids) if out_group == -1 else token_ids // out_group
 

@@ -160,10 +160,7 @@ class _Loader:
             self.tested.add(kind)
 
     def embedding(self) -> Embedding:
-        weight = self.weight(self.plan.embedding)
-        if weight.spec.is_float:
-            weight = QuantizedWeight.from_float(weight.codes.to(self.plan.dtype))
-        return Embedding(weight.to(self._device), self.plan.dtype)
+        return self.ops.embedding(self.weight(self.plan.embedding).to(self._device), self.plan.dtype)
 
     def head(self, embedding: Embedding) -> nn.Module:
         """The output head: a stored one, whatever config.json says, else the embedding."""

@@ -9,7 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from octavo.model.embedding import Embedding
 from octavo.platforms import Platform
+from octavo.quant.weight import QuantizedWeight
 
 _GELU = math.sqrt(2 / math.pi)
 
@@ -41,8 +43,16 @@ class FusedOps(ABC):
         """Rotary embedding of x (tokens, heads, head_dim) in half-split pairs, by cos and sin (tokens, rotary_dim / 2)."""
 
     @abstractmethod
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up, for gate_up (tokens, 2 * size) -> (tokens, size); "silu", "gelu" or "gelu_tanh"."""
+    def gated(self, gate_up: Tensor, activation: str, divisor: Tensor | None = None) -> Tensor:
+        """activation(gate) * up / divisor (size,), for gate_up (tokens, 2 * size); "silu", "gelu" or "gelu_tanh"."""
+
+    def gather(self, table: Tensor, indices: Tensor) -> Tensor:
+        """Rows (tokens, size) of a table (n, size), by indices (tokens,) int64."""
+        return table.index_select(0, indices)
+
+    def embedding(self, weight: QuantizedWeight, dtype: torch.dtype) -> Embedding:
+        """The table of token embeddings, prepared for rows in the compute type. A tied head is made of its `weight`."""
+        return Embedding(QuantizedWeight.from_float(weight.codes.to(dtype)) if weight.spec.is_float else weight, dtype)
 
 
 class TorchOps(FusedOps):
@@ -70,7 +80,7 @@ class TorchOps(FusedOps):
         left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1)
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: str, divisor: Tensor | None = None) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         # F.silu and F.gelu round otherwise in the last elements of a tensor or of a thread's share, exp, tanh and erf do not
         wide = gate.float()
@@ -80,4 +90,5 @@ class TorchOps(FusedOps):
             factor = 0.5 * (1 + torch.tanh(_GELU * (wide + 0.044715 * wide * wide * wide)))
         else:
             factor = 0.5 * (1 + torch.erf(wide * math.sqrt(0.5)))
-        return (wide * factor).to(gate.dtype) * up
+        gated = (wide * factor).to(gate.dtype) * up
+        return gated if divisor is None else gated / divisor

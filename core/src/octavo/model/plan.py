@@ -296,6 +296,7 @@ class ModelPlan:
             self.dtype,
             self.registry.platform,
             shares_weight,
+            self.settings.cpu_activations,
         )
 
     def select(self, request: LinearRequest) -> Selection:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octavo.attention.backend import AttentionBatch
 from octavo.errors import ConfigError
 from octavo.model.architectures import RopeConfig
+from octavo.model.ops import FusedOps
 
 
 class RotaryEmbedding(nn.Module):
@@ -43,10 +44,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", angles.cos() * magnitude)
         self.register_buffer("sin", angles.sin() * magnitude)
 
-    def forward(self, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, batch: AttentionBatch, ops: FusedOps) -> tuple[Tensor, Tensor]:
         """cos and sin, each (tokens, rotary_dim / 2) fp32, for positions (tokens,) int64 of a batch."""
         if not self.config.needs_prompt_lens:
-            return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+            return ops.gather(self.cos, positions), ops.gather(self.sin, positions)
         angles = positions.float()[:, None] * self._dynamic_frequencies(positions, batch)
         return angles.cos(), angles.sin()
 

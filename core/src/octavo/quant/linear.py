@@ -21,7 +21,7 @@ from octavo.errors import ConfigError, NoKernelError, ask
 from octavo.platforms import Platform
 from octavo.product import row_product
 from octavo.quant.activation import dequantize_inputs, quantize_inputs, why_not_quantize
-from octavo.quant.weight import CODES, QuantizedWeight, WeightSpec
+from octavo.quant.weight import CODES, ActivationSpec, QuantizedWeight, WeightSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class LinearRequest:
     dtype: torch.dtype  # of input and output
     platform: Platform
     shares_weight: bool = False  # another module keeps the float weight as it is (a tied head): a copy takes memory
+    activations: str = "float"  # --cpu-activations: "int8" or "auto" let a kernel quantise inputs that the spec leaves float
 
 
 class LinearMethod(nn.Module):
@@ -60,6 +61,14 @@ class LinearMethod(nn.Module):
 
         Probes that the operations it needs really exist in this build, so that a refusal never comes later.
         """
+
+    @classmethod
+    def inputs_as(cls, request: LinearRequest) -> ActivationSpec | None:
+        """How it quantises inputs that the spec of a request it accepts leaves in float; None where it computes with them.
+
+        Only a request whose `activations` allow it may be answered so; the result must then be exact for such inputs.
+        """
+        return None
 
     @classmethod
     def planned_bytes(cls, request: LinearRequest) -> int:

@@ -7,14 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from octavo.quant.weight import CODES, QuantizedWeight
+from octavo.quant.weight import CODES, ActivationSpec, QuantizedWeight
 
 _SUM_ERROR = 2.0**-19
 """Of fp32 sums in any order, as a share of the sum of magnitudes: 32 units in the last place."""
 
 
-def expected_product(x: Tensor, weight: QuantizedWeight, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The product (rows, out_features) in float64, and how far from it a kernel may be.
+def expected_product(
+    x: Tensor, weight: QuantizedWeight, bias: bool, dtype: torch.dtype, inputs_as: ActivationSpec | None = None
+) -> tuple[Tensor, Tensor]:
+    """The product (rows, out_features) in float64, and how far from it a kernel may be that reads inputs as `inputs_as`.
 
     A kernel may round weights, bias and result to `dtype`, once each (so 2 units in the last place of their magnitude); codes,
     zeros and scales it must combine, and sums it must keep, in fp32 or better (2^-19 of the sum of magnitudes).
@@ -24,6 +26,8 @@ def expected_product(x: Tensor, weight: QuantizedWeight, bias: bool, dtype: torc
     tiny = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     wide = weight.dequantize().double()
     values, slack = x.double(), None
+    if inputs_as is not None:
+        weight = replace(weight, spec=replace(weight.spec, activation=inputs_as))
     if weight.spec.activation is not None:
         values, slack = quantised_inputs(x, weight)
     shift = weight.bias.double() if bias and weight.bias is not None else torch.zeros_like(wide[:, 0])
@@ -62,6 +66,8 @@ def quantised_inputs(x: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor
 def _quantised(x: Tensor, weight: QuantizedWeight, nudge: float) -> Tensor:
     activation = weight.spec.activation
     assert activation is not None
+    if activation.granularity == "per_weight_group":
+        return _quantised_by_segment(x, weight, activation, nudge)
     code = CODES[activation.code]
     wide = x.double()
     size = activation.group_size if activation.granularity == "per_group" else wide.shape[1]
@@ -88,3 +94,25 @@ def _quantised(x: Tensor, weight: QuantizedWeight, nudge: float) -> Tensor:
     if code.dtype.is_floating_point:
         codes = codes.float().to(code.dtype).double()
     return ((codes - zero) * scale / nudge).flatten(1)[:, : wide.shape[1]]
+
+
+def _quantised_by_segment(x: Tensor, weight: QuantizedWeight, activation: ActivationSpec, nudge: float) -> Tensor:
+    """Symmetric and dynamic, a scale for each token and segment of inputs."""
+    values, code = torch.empty_like(x, dtype=torch.float64), CODES[activation.code]
+    for columns in weight_segments(weight, activation.group_size):
+        part = x[:, columns].double()
+        scale = part.abs().amax(1, keepdim=True) / code.high * nudge
+        scale = torch.where(scale > 0, scale, 1.0)
+        values[:, columns] = (part / scale).round().clamp(code.low, code.high) * scale / nudge
+    return values
+
+
+def weight_segments(weight: QuantizedWeight, most: int) -> list[Tensor]:
+    """The inputs of each group of a weight, in the order of groups, a group of more than `most` cut into several."""
+    size, group = weight.in_features, weight.spec.group_shape[1]
+    index = weight.group_index
+    if index is None:
+        index = torch.arange(size) // (size if group == -1 else group)
+    order = index.cpu().long().argsort(stable=True)
+    counts = index.cpu().long().bincount()
+    return [part for one in order.split(counts.tolist()) for part in one.split(most) if len(part)]

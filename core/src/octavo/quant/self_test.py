@@ -28,7 +28,9 @@ def self_test(method: LinearMethod, weight: QuantizedWeight, request: LinearRequ
     starts = sorted({0, (request.out_features - size) // 2, request.out_features - size})
     columns = [column for start in starts for column in range(start, start + size)]
     first, *others = [weight.slice_out(start, start + size) for start in starts]
-    expected, tolerance = expected_product(x, first.concat(others), weight.bias is not None, request.dtype)
+    expected, tolerance = expected_product(
+        x, first.concat(others), weight.bias is not None, request.dtype, method.inputs_as(request)
+    )
     for rows in _ROWS:
         result = method(x[:rows])
         problem, shape = None, (rows, request.out_features)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.platforms import Platform
-from octavo.quant.linear import LinearMethod
+from octavo.quant.linear import LinearMethod, LinearRequest
 from octavo.quant.oracle import expected_product
 from octavo.quant.weight import QuantizedWeight
 from octavo.testing.linear_cells import (
@@ -32,11 +32,12 @@ Job = tuple[WeightCell, torch.dtype, bool]
 class LinearMethodSuite(Suite):
     """Set `method` to the `LinearMethod` under test.
 
-    Layers that the method refuses are skipped; `expected_product` states the tolerance for the others. A method may declare
+    `activations` is what requests say of inputs that specs leave in float. Layers that the method refuses are skipped; `expected_product` states the tolerance for the others. A method may declare
     `batch_invariant = True`, which promises the same bits for a row whatever the number of rows: on a CPU the suite demands it.
     """
 
     method: ClassVar[type[LinearMethod]]
+    activations: ClassVar[str] = "float"
     _subject = "method"
 
     def test_name_and_rank(self) -> None:
@@ -143,7 +144,7 @@ class LinearMethodSuite(Suite):
             weight, untouched = self._weight(job), self._weight(job)
             x = self._inputs(job, 9)
             before = x.clone()
-            layer = self.method(weight, cell.request(dtype, bias, self._platform))
+            layer = self.method(weight, self._request(job))
             with torch.inference_mode():
                 layer(x)
             if not same_bits(x, before):
@@ -163,7 +164,7 @@ class LinearMethodSuite(Suite):
         for cell in cells:
             for number, dtype in enumerate(DTYPES):
                 bias = (cell.turn + number) % 2 == 1
-                if refusal(self.method, cell.request(dtype, bias, self._platform)) is None:
+                if refusal(self.method, self._request((cell, dtype, bias))) is None:
                     yield cell, dtype, bias
 
     def _samples(self) -> list[Job]:
@@ -182,21 +183,28 @@ class LinearMethodSuite(Suite):
         return weight if bias else replace(weight, bias=None)
 
     def _layer(self, job: Job, seed: int = 0) -> _Runner:
-        cell, dtype, bias = job
-        return _Runner(self.method(self._weight(job, seed), cell.request(dtype, bias, self._platform)))
+        return _Runner(self.method(self._weight(job, seed), self._request(job)))
 
     def _inputs(self, job: Job, rows: int, seed: int = 1) -> Tensor:
         return inputs(rows, job[0].in_features, job[1], self.device, seed)
 
+    def _expected(self, job: Job, x: Tensor) -> tuple[Tensor, Tensor]:
+        cell, dtype, bias = job
+        inputs_as = self.method.inputs_as(self._request(job))
+        return expected_product(x, _untouched(cell, self.device), bias, dtype, inputs_as)
+
+    def _request(self, job: Job) -> LinearRequest:
+        return replace(job[0].request(job[1], job[2], self._platform), activations=self.activations)
+
     def _spread(self, job: Job, x: Tensor) -> Tensor:
         """How far two right results for x may be apart."""
-        return 2 * expected_product(x, _untouched(job[0], self.device), job[2], job[1])[1]
+        return 2 * self._expected(job, x)[1]
 
     def _sweep(self, cells: Iterable[WeightCell]) -> None:
         wrong, tried = [], 0
         for job in self._accepted(cells):
             layer, x = self._layer(job), self._inputs(job, job[0].rows[-1])
-            product, tolerance = expected_product(x, _untouched(job[0], self.device), job[2], job[1])
+            product, tolerance = self._expected(job, x)
             for rows in job[0].rows:
                 tried += 1
                 found = layer(x[:rows])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo import AttentionLayer, KVFormat, KVGeometry, KVScales, LayerKV, zeroed
+from octavo import AttentionLayer, KVEncoding, KVFormat, KVGeometry, KVScales, LayerKV, zeroed
 from octavo_fp8_kvcache.codes import E4M3, E5M2, LARGEST, as_compute, bounded, encode
 
 _SMALLEST_SCALE = 1e-6
@@ -61,6 +61,10 @@ class _StaticKV(_ByteKV):
             scale = self._scale(layer, side, values)
             scaled = values.float() if scale is None else values.float() / scale[:, None]
             self._put(blocks, encode(scaled, self.storage), slot_mapping)
+
+    def encoding(self, layer: AttentionLayer) -> KVEncoding | None:
+        scales = (self._scale(layer, side, torch.empty(0)) for side in "kv")
+        return KVEncoding(self.storage, LARGEST[self.storage], *scales)
 
     def decode(self, layer: AttentionLayer, kv: LayerKV, block_ids: Tensor) -> LayerKV:
         decoded = []
@@ -130,6 +134,9 @@ class E4M3PerTokenHeadKV(_ByteKV):
             scale = (numbers.abs().amax(-1) / LARGEST[self.storage]).clamp(min=_SMALLEST_SCALE)
             self._put(blocks, encode(numbers / scale[..., None], self.storage), slot_mapping)
             self._put(scales, scale, slot_mapping)
+
+    def encoding(self, layer: AttentionLayer) -> KVEncoding | None:
+        return KVEncoding(self.storage, LARGEST[self.storage], smallest_scale=_SMALLEST_SCALE)
 
     def decode(self, layer: AttentionLayer, kv: LayerKV, block_ids: Tensor) -> LayerKV:
         decoded = []
