@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from octavo.quant.kv_scales import KVScales as KVScales
     from octavo.quant.linear import LinearMethod as LinearMethod
     from octavo.quant.linear import LinearRequest as LinearRequest
+    from octavo.quant.oracle import weight_segments as weight_segments
     from octavo.quant.quantizer import Quantizer as Quantizer
     from octavo.quant.quantizer import round_to_nearest as round_to_nearest
     from octavo.quant.weight import (
@@ -137,6 +138,7 @@ _HOMES = {
     "octavo.quant.config": "Golden LayerFacts QuantConfig QuantSource TensorInfo",
     "octavo.quant.kv_scales": "KVScales",
     "octavo.quant.linear": "LinearMethod LinearRequest",
+    "octavo.quant.oracle": "weight_segments",
     "octavo.quant.quantizer": "Quantizer round_to_nearest",
     "octavo.quant.weight": "CODES ActivationSpec LinearLayer QuantizedWeight WeightSpec",
 }

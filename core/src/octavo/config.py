@@ -21,7 +21,7 @@ from octavo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_NOT_SETTINGS = frozenset(["OCTAVO_DEMO_MODEL", "OCTAVO_DEMO_GGUF", "OCTAVO_CPU_ISA"])
+_NOT_SETTINGS = frozenset(["OCTAVO_DEMO_MODEL", "OCTAVO_DEMO_GGUF", "OCTAVO_CPU_ISA", "OCTAVO_CPU_THREADS"])
 """Environment variables that others read."""
 _OTHERS_NAMES = {
     "gpu_memory_utilization": "; octavo has kv_cache_memory_utilization, a share of what the weights leave, not of all memory"
@@ -195,9 +195,9 @@ class EngineConfig(BaseModel):
     )
     cpu_activations: Literal["auto", "float", "int8"] = Field(
         "auto",
-        description="Inputs of layers whose weights alone are quantised, in kernels for CPUs. float: as they are. int8: quantised "
-        "for each token and group of weights, which is faster. auto: int8 for weights where that costs less than 0.1 % of "
-        "perplexity. The kernel's name in the table says which.",
+        description="Inputs of layers whose weights alone are quantised, in kernels for CPUs. float: as they are. int8: "
+        "quantised for each token and group of weights, which is faster. auto: int8 for weights of up to 4 bits, where that "
+        "costs less than 0.1 % of perplexity. The kernel's name in the table says which.",
     )
     attention_backend: str | None = Field(None, description="Attention kernel. Default: the best that can serve.")
     distributed_executor_backend: str = Field("uni", description="What runs the workers. uni: this process.")

@@ -207,7 +207,10 @@ NB_MODULE(_native, m) {
     return names;
   });
   m.def("threads", [] { return Engine::get().threads(); });
-  m.def("set_threads", [](int count) { Engine::get().set_threads(count); }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("set_threads", [](int count, std::vector<int> cpus) {
+    nb::gil_scoped_release release;
+    Engine::get().set_threads(count, std::move(cpus));
+  }, nb::arg("count"), nb::arg("cpus") = std::vector<int>{});
 
   nb::class_<Weight>(m, "Weight")
       .def("__init__",

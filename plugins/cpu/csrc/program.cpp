@@ -83,14 +83,13 @@ Engine& Engine::get() {
   return *engine;
 }
 
-Engine::Engine() : num_threads_(1) {}
-
-void Engine::set_threads(int count) {
+void Engine::set_threads(int count, std::vector<int> cpus) {
   std::lock_guard lock(mutex_);
   if (count < 1) throw std::invalid_argument("the number of threads must be 1 or more");
-  if (count == num_threads_) return;
+  if (count == num_threads_ && cpus == cpus_) return;
   team_.reset();
   num_threads_ = count;
+  cpus_ = std::move(cpus);
 }
 
 int Engine::threads() { return num_threads_; }
@@ -103,7 +102,7 @@ Team& Engine::team() {
 #endif
   if (team_ && team_process_ != process) (void)team_.release();  // its threads are those of the parent
   if (!team_) {
-    team_ = std::make_unique<Team>(num_threads_);
+    team_ = std::make_unique<Team>(num_threads_, cpus_);
     team_process_ = process;
   }
   return *team_;
@@ -123,23 +122,23 @@ std::byte* Engine::scratch(int64_t bytes) {
 void Engine::emit(int64_t rows, Operation operation) {
   std::lock_guard lock(mutex_);
   if (rows == 0) return;
-  if (program_ && rows != step_.tokens) {
+  if (recording() && rows != step_.tokens) {
     throw std::runtime_error(operation.name + " computes " + std::to_string(rows) + " rows, the step has " +
                              std::to_string(step_.tokens) + " tokens");
   }
-  const int64_t more = step_.batch ? step_.batch->scratch_bytes : 0;
-  std::byte* memory = scratch(std::max(operation.scratch_bytes, more));
+  std::byte* memory = scratch(operation.scratch_bytes);
   Team& members = team();
   members.run([&](int member) {
     operation.run(Context{members, member, members.size(), rows, memory, step_});
   });
-  if (program_) program_->add(std::move(operation));
+  if (recording()) program_->add(std::move(operation));
 }
 
 void Engine::begin(std::shared_ptr<Program> program, const Step& step) {
   std::lock_guard lock(mutex_);
   if (program_) throw std::runtime_error("a tape is being recorded already");
   program_ = std::move(program);
+  recorder_ = std::this_thread::get_id();
   step_ = step;
 }
 
@@ -150,11 +149,11 @@ void Engine::end() {
 }
 
 Indices Engine::indices(const int64_t* data) const {
-  if (program_ && data == step_.token_ids) return {nullptr, Indices::kTokenIds};
-  if (program_ && data == step_.positions) return {nullptr, Indices::kPositions};
+  if (recording() && data == step_.token_ids) return {nullptr, Indices::kTokenIds};
+  if (recording() && data == step_.positions) return {nullptr, Indices::kPositions};
   return {data, Indices::kGiven};
 }
 
-const Batch* Engine::batch(const Batch* given) const { return program_ && given == step_.batch ? nullptr : given; }
+const Batch* Engine::batch(const Batch* given) const { return recording() && given == step_.batch ? nullptr : given; }
 
 }  // namespace octavo

@@ -104,7 +104,8 @@ class Engine {
  public:
   static Engine& get();
 
-  void set_threads(int count);
+  // On these processors, one each, if there are as many as threads.
+  void set_threads(int count, std::vector<int> cpus);
   int threads();
 
   // Runs an operation now, or adds it to the tape being recorded and runs it as well (so that what follows sees its result).
@@ -113,8 +114,9 @@ class Engine {
 
   void begin(std::shared_ptr<Program> program, const Step& step);
   void end();
-  bool recording() const { return program_ != nullptr; }
-  int64_t max_rows(int64_t rows) const { return program_ ? program_->max_tokens() : rows; }
+  // What the calling thread records; other threads compute meanwhile as always.
+  bool recording() const { return program_ != nullptr && recorder_ == std::this_thread::get_id(); }
+  int64_t max_rows(int64_t rows) const { return recording() ? program_->max_tokens() : rows; }
   Indices indices(const int64_t* data) const;
   const Batch* batch(const Batch* given) const;  // null where the tape's step brings it
   void replay(const Program& program, const Step& step);
@@ -123,16 +125,18 @@ class Engine {
   std::byte* scratch(int64_t bytes);
 
  private:
-  Engine();
+  Engine() = default;
   Team& team();
 
   std::recursive_mutex mutex_;
-  int num_threads_;
+  int num_threads_ = 1;
+  std::vector<int> cpus_;
   std::unique_ptr<Team> team_;
   int team_process_ = 0;  // threads do not survive a fork
   std::byte* scratch_ = nullptr;
   int64_t scratch_bytes_ = 0;
-  std::shared_ptr<Program> program_;
+  std::shared_ptr<Program> program_;  // being recorded
+  std::thread::id recorder_;
   Step step_;
 };
 

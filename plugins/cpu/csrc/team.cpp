@@ -31,30 +31,23 @@ inline void spin_until(Done done) {
   }
 }
 
-void pin(std::thread& thread, int member) {
+void pin(std::thread& thread, int cpu) {
 #ifdef __linux__
-  cpu_set_t allowed, one;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  int seen = 0;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (CPU_ISSET(cpu, &allowed) && seen++ == member) {
-      CPU_ZERO(&one);
-      CPU_SET(cpu, &one);
-      pthread_setaffinity_np(thread.native_handle(), sizeof(one), &one);
-      return;
-    }
-  }
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(cpu, &one);
+  pthread_setaffinity_np(thread.native_handle(), sizeof(one), &one);  // where it is refused, the system places the thread
 #else
-  (void)thread, (void)member;
+  (void)thread, (void)cpu;
 #endif
 }
 
 }  // namespace
 
-Team::Team(int size) : size_(size < 1 ? 1 : size) {
+Team::Team(int size, const std::vector<int>& cpus) : size_(size < 1 ? 1 : size) {
   for (int member = 1; member < size_; ++member) {
     threads_.emplace_back([this, member] { work(member); });
-    pin(threads_.back(), member);
+    if (static_cast<int>(cpus.size()) == size_) pin(threads_.back(), cpus[member]);
   }
 }
 

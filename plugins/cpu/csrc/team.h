@@ -11,7 +11,7 @@ namespace octavo {
 // The calling thread is member 0; the others are pinned, one a core, spin for a moment after a region, then sleep.
 class Team {
  public:
-  explicit Team(int size);
+  explicit Team(int size, const std::vector<int>& cpus);  // member i on cpus[i], where there are as many
   ~Team();
   Team(const Team&) = delete;
 

@@ -45,9 +45,9 @@ class LayerKV:
 class KVEncoding:
     """The arithmetic of a KV format, for backends that write blocks themselves: clamp(x / scale) to the storage type.
 
-    Scales (1,) or (kv_heads,) fp32 are constants of the layer, None for 1. With `smallest_scale` each token and head has its own,
-    max(largest magnitude / `largest`, smallest_scale), kept in `LayerKV`; magnitudes above 2^127 count as that. NaN stays NaN,
-    in the scale where a type has no code for it.
+    Scales (1,) or (kv_heads,) fp32 are constants of the layer, None for 1. With `smallest_scale` each token and head has its
+    own, max(largest magnitude / `largest`, smallest_scale), kept in `LayerKV`; magnitudes above 2^127 count as that. NaN stays
+    NaN, in the scale where a type has no code for it.
     """
 
     storage: torch.dtype

@@ -39,7 +39,9 @@ class LinearRequest:
     dtype: torch.dtype  # of input and output
     platform: Platform
     shares_weight: bool = False  # another module keeps the float weight as it is (a tied head): a copy takes memory
-    activations: str = "float"  # --cpu-activations: "int8" or "auto" let a kernel quantise inputs that the spec leaves float
+    activations: str = (
+        "float"  # --cpu-activations: "int8" or "auto" let a kernel quantise inputs that the spec leaves float
+    )
 
 
 class LinearMethod(nn.Module):

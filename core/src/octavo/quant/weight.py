@@ -40,8 +40,8 @@ class ActivationSpec:
     """How the input of a linear layer is quantised before the product.
 
     `granularity` is "per_token", "per_tensor" or "per_group" (of `group_size` inputs); `dynamic` scales are computed from the
-    input itself, static ones are stored with the weight. Kernels that quantise inputs on their own may do so "per_weight_group":
-    for each token and group of the weight, inputs in the order of groups; a group of more than `group_size` is cut.
+    input itself, static ones are stored with the weight. Kernels that quantise inputs on their own may do so
+    "per_weight_group": for each token and group of the weight, inputs in the order of groups, groups cut at `group_size`.
     """
 
     code: str
@@ -52,7 +52,9 @@ class ActivationSpec:
 
     def __str__(self) -> str:
         cut = f"g{self.group_size}"
-        group = {"per_group": cut, "per_weight_group": f"by group <= {self.group_size}"}.get(self.granularity, self.granularity)
+        group = {"per_group": cut, "per_weight_group": f"by group <= {self.group_size}"}.get(
+            self.granularity, self.granularity
+        )
         return f"{self.code} {group}{'' if self.dynamic else ' static'}{'' if self.symmetric else ' asym'}"
 
 

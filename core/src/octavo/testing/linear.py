@@ -32,8 +32,9 @@ Job = tuple[WeightCell, torch.dtype, bool]
 class LinearMethodSuite(Suite):
     """Set `method` to the `LinearMethod` under test.
 
-    `activations` is what requests say of inputs that specs leave in float. Layers that the method refuses are skipped; `expected_product` states the tolerance for the others. A method may declare
-    `batch_invariant = True`, which promises the same bits for a row whatever the number of rows: on a CPU the suite demands it.
+    `activations` is what requests say of inputs that specs leave in float. Layers that the method refuses are skipped;
+    `expected_product` states the tolerance for the others. A method may declare `batch_invariant = True`, which promises the
+    same bits for a row whatever the number of rows: on a CPU the suite demands it.
     """
 
     method: ClassVar[type[LinearMethod]]
@@ -140,7 +141,6 @@ class LinearMethodSuite(Suite):
     def test_modifies_nothing(self) -> None:
         wrong, jobs = [], self._samples()
         for job in jobs:
-            cell, dtype, bias = job
             weight, untouched = self._weight(job), self._weight(job)
             x = self._inputs(job, 9)
             before = x.clone()
