@@ -9,6 +9,9 @@ TEXT ?=
 plugins := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 projects := core/pyproject.toml $(plugins:%=%/pyproject.toml)
 torch := $(shell grep '^torch==' constraints.txt)
+# needs a C++ compiler; without one everything works, on slower kernels
+native := plugins/cpu
+without_native = || echo "octavo-cpu was not built (it needs a C++20 compiler); octavo runs on slower kernels. See plugins/cpu/README.md"
 tools := pytest-xdist pytest-timeout ruff mypy gguf accelerate compressed-tensors
 sources := $(wildcard core/src $(plugins:%=%/src) examples/*/src)
 empty :=
@@ -47,13 +50,15 @@ endef
 $(VENV)/.installed: constraints.txt pyproject.toml $(projects)
 	$(new_venv)
 	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
-		-e "./core[testing]" $(plugins:%=-e ./%) $(tools)
+		-e "./core[testing]" $(patsubst %,-e ./%,$(filter-out $(native),$(plugins))) $(tools)
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ./$(native) $(without_native)
 	touch $@
 
-$(DEMO)/venv/.installed: constraints.txt $(projects) $(shell find core/src plugins/awq/src -name '*.py')
+$(DEMO)/venv/.installed: constraints.txt $(projects) $(shell find core/src plugins/awq/src plugins/cpu -name '*.py' -o -name '*.h' -o -name '*.cpp')
 	$(new_venv)
 	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
 		./core ./plugins/awq gguf accelerate
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt ./$(native) $(without_native)
 	touch $@
 
 $(DEMO)/model/config.json: $(DEMO)/venv/.installed

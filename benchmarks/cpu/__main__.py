@@ -5,7 +5,7 @@ that are found take turns: in each round each runs the same workloads once, in a
 printed with ratios and with shares of what this machine can do at most, which small programs measure first. Only figures of
 one run are comparable, and only on a machine that does nothing else.
 
-Engines are found by options, or by environment variables of the same name: --llama-bench is OCTAVO_BENCH_LLAMA_BENCH.
+Engines are found by options, or by environment variables of the same name: --llama-bench is BENCH_LLAMA_BENCH.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,9 @@ from benchmarks.cpu.peers.transformers import Transformers
 from benchmarks.cpu.peers.vllm import VllmCpu
 from benchmarks.cpu.roofline import Ceilings
 from benchmarks.cpu.shapes import KINDS, SHAPES
-from benchmarks.cpu.work import JOBS, RSS, Case, Peer, Sizes
+from benchmarks.cpu.work import JOBS, RSS, Peer, Sizes
 
-VARIABLE = "OCTAVO_BENCH_"
+VARIABLE = "BENCH_"
 WHERE = {
     "llama-bench": "program of llama.cpp",
     "llama-batched-bench": "program of llama.cpp",
@@ -112,17 +114,19 @@ def usable(options: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
     return [engine for engine in wanted if engine.name not in skipped], skipped
 
 
-def run_job(engine: Peer, case: Case, job: str, seed: int, result: report.CaseResult, options: Any) -> None:
+def run_job(engine: Peer, job: str, seed: int, result: report.CaseResult, options: Any) -> None:
     """One job of one engine; its values, notes and failures go into `result`."""
-    peak, values = 0, {}
+    case, peak = result.case, 0
+    values: dict[str, float] = {}
     for command in engine.commands(case, job, seed):
         ended = process.run(command.arguments, command.environment, options.prefix, options.timeout)
+        text = f"{ended.output}\n{ended.errors}"  # ik_llama.cpp writes its table to stderr
         try:
             if ended.exit_code != 0:
                 raise ValueError(f"exit code {ended.exit_code}: {ended.errors.strip()[-400:] or ended.output[-400:]}")
-            values |= command.read(ended.output)
-            if notes := command.notes(ended.output):
-                result.notes.setdefault(engine.name, {}).update(notes)
+            values |= command.read(text)
+            if notes := command.notes(text):
+                result.notes.setdefault(engine.name, {}).update(notes, stderr=ended.errors[-2000:])
         except ValueError as error:
             result.failures.append(f"{engine.name}, {case}, {job}: {error}")
             continue
@@ -187,19 +191,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured = roofline.measure(options.cache, options.prefix, threads, options.roofline_seconds)
         print(measured)
         ceilings = measured if isinstance(measured, Ceilings) else ceilings
-    results = []
-    for case in cases:
-        result = report.CaseResult(case)
-        results.append(result)
-        for seed in range(options.repeats):
-            for job in options.jobs:
-                for engine in running:
-                    if engine.refuses(case, job) is None:
-                        run_job(engine, case, job, seed, result, options)
-            save(options.json, {**found, **_results(results, ceilings)})
+    results = [report.CaseResult(case) for case in cases]
+    try:
+        for result, seed, job, engine in product(results, range(options.repeats), options.jobs, running):
+            if engine.refuses(result.case, job) is None:
+                run_job(engine, job, seed, result, options)
+                save(options.json, {**found, **_results(results, ceilings)})
+    except KeyboardInterrupt:
+        process.end_children()
+        print("interrupted: this is what was measured until then")
+    results = [result for result in results if result.samples or result.failures]
     print(f"\n{report.table(results, ceilings)}\n\n{report.kernels(results)}")
-    if options.chart is not None and (reason := report.chart(results, options.chart)) is not None:
-        print(reason)
+    if options.chart is not None and (missing := report.chart(results, options.chart)) is not None:
+        print(missing)
     return 1 if any(result.failures for result in results) else 0
 
 
@@ -208,4 +212,5 @@ def _results(results: Sequence[report.CaseResult], ceilings: Ceilings) -> dict[s
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a time limit shows what was measured until then
     sys.exit(main())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.cpu.drivers import clocked
 
@@ -41,13 +44,33 @@ def run(
     """`prefix` is a command that runs a command, such as "taskset -c 0,1"; what it waits for is not timed."""
     timed = [*prefix, sys.executable, str(Path(clocked.__file__)), *arguments]
     merged = {**os.environ, **(environment or {})}
-    process = subprocess.Popen(
-        timed, env=merged, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, errors = process.communicate()
-        errors += f"\nended after {timeout_s:.0f} s"
+    with TemporaryDirectory() as folder:  # some leave logs where they run
+        try:
+            process = subprocess.Popen(
+                timed,
+                cwd=folder,
+                env=merged,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            output, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            end_children()
+            output, errors = process.communicate()
+            errors += f"\nended after {timeout_s:.0f} s"
+        except BaseException:
+            end_children()
+            raise
     return Ended.parse(output, errors)
+
+
+def end_children() -> None:
+    """Kills what this process has started, with all that runs under it: it would disturb whatever is timed next."""
+    for listed in Path("/proc/self/task").glob("*/children"):
+        for child in map(int, listed.read_text().split()):
+            for kill in (os.killpg, os.kill):
+                with suppress(ProcessLookupError):
+                    kill(child, signal.SIGKILL)

@@ -197,8 +197,11 @@ def kernels(results: Sequence[CaseResult]) -> str:
         ran = [f"{name} ({found['layers']} layers)" for name, found in notes.get("kernels", {}).items()]
         if ran:
             unknown = notes.get("unknown_settings")
-            more = f"; this octavo has no setting {', '.join(unknown)}" if unknown else ""
-            lines.append(f"octavo, {result.case}: {', '.join(ran)}; attention: {notes['attention']}{more}")
+            eager = notes.get("eager_because")
+            more = f" (eager: {eager})" if eager else ""
+            more += f"; this octavo has no setting {', '.join(unknown)}" if unknown else ""
+            what = f"attention: {notes['attention']}; step: {notes.get('step')}"
+            lines.append(f"octavo, {result.case}: {', '.join(ran)}; {what}{more}")
     return "\n".join(lines)
 
 

@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A process to run, and how its standard output becomes values by workload, and notes."""
+    """A process to run, and how what it writes, stdout and then stderr, becomes values by workload, and notes."""
 
     arguments: Sequence[str]
     read: Callable[[str], Mapping[str, float]]

@@ -24,9 +24,12 @@ def main() -> None:
             assert len(output.outputs[0].token_ids) == max_tokens, output.outputs[0].finish_reason
 
     values = timing.measure(generate, options)
+    step = getattr(getattr(llm.engine.executor, "runner", None), "forward", None)
     timing.report(
         values,
         kernels=kernel_table(llm),
+        step=getattr(step, "__qualname__", type(step).__name__),
+        eager_because=getattr(step, "reason", None),
         attention=llm.engine.model_info.attention,
         plugins=[str(plugin) for plugin in llm.registry.plugins],
         settings=settings,

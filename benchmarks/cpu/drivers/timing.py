@@ -77,7 +77,8 @@ def measure(generate: Generate, options: dict[str, Any]) -> dict[str, float]:
 
 def options() -> dict[str, Any]:
     """What the benchmark asks of this driver."""
-    return json.loads(sys.argv[1])
+    found: dict[str, Any] = json.loads(sys.argv[1])
+    return found
 
 
 def report(values: dict[str, float], **notes: Any) -> None:

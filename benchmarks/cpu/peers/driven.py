@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ class DrivenPeer(Peer):
     option: str  # that names the interpreter
 
     def __init__(self, python: str | None = sys.executable) -> None:
-        self.python = python
+        self.python = None if python is None else os.path.abspath(python)
 
     def why_not(self) -> str | None:
         if self.python is None:
@@ -75,6 +76,6 @@ class DrivenPeer(Peer):
                 [self.python, str(DRIVERS / f"{self.driver}.py"), json.dumps(options)],
                 read=lambda text: result(text)["values"],
                 notes=lambda text: result(text)["notes"],
-                environment=threads | self.environment(case),
+                environment={**threads, **self.environment(case)},
             )
         ]

@@ -18,12 +18,12 @@ TYPES = {"int4": "Q4_0", "int4-float": "Q4_0", "gguf": "Q4_0", "int8": "Q8_0", "
 
 def read_bench(text: str, work: str) -> dict[str, float]:
     """Tokens a second of the one test that llama-bench ran, from its JSON among other lines; raises ValueError without."""
-    start, end = text.find("["), text.rfind("]")
+    start = text.find("[")
     while start >= 0:
         try:
-            (test,) = json.loads(text[start : end + 1])
+            (test,), _ = json.JSONDecoder().raw_decode(text, start)
             return {work: float(test["avg_ts"])}
-        except ValueError:
+        except (ValueError, TypeError, KeyError):
             start = text.find("[", start + 1)
     raise ValueError("llama-bench printed no result")
 
@@ -51,7 +51,8 @@ class LlamaCpp(Peer):
     kv8: Sequence[str] = ("-ctk", "q8_0", "-ctv", "q8_0", "-fa", "1")
 
     def __init__(self, bench: str | None, batched: str | None) -> None:
-        self.bench, self.batched = (None if given is None else shutil.which(given) for given in (bench, batched))
+        found = (None if given is None else shutil.which(given) for given in (bench, batched))
+        self.bench, self.batched = (None if path is None else os.path.abspath(path) for path in found)
 
     def why_not(self) -> str | None:
         return None if self.bench else f"not found: {self.options[0]} PATH (and {self.options[1]} PATH)"
@@ -111,13 +112,17 @@ class LlamaCpp(Peer):
 
 
 class IkLlamaCpp(LlamaCpp):
-    """With weights repacked at load (-rtr), as it is fastest."""
+    """With weights repacked at load (-rtr), as it is fastest.
+
+    Batches share one prompt (-pps), for with prompts of their own its attention ends in a failed assertion: its sequences
+    read less of K and V than the others' do.
+    """
 
     name = "ik_llama.cpp"
     options = ("--ik-bench", "--ik-batched-bench")
     cold = ("-w", "0")
     always = ("-rtr", "1")
-    batched_always = ("-rtr",)
+    batched_always = ("-rtr", "-pps")
     kv8 = ("-ctk", "q8_0", "-ctv", "q8_0")
 
     def version(self) -> str:

@@ -1,4 +1,4 @@
-"""The elementwise kernels against float64: strided rows, odd sizes, hostile neighbours, the same bits on any number of threads."""
+"""The elementwise kernels against float64: strided rows, odd sizes, hostile neighbours, the same bits on any threads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Output:
         return self.values.data_ptr()
 
     def checked(self) -> Tensor:
-        assert (self.memory[:32] == 7).all() and (self.memory[32 + self.values.numel() :] == 7).all()
+        assert (self.memory[:32] == 7).all()
+        assert (self.memory[32 + self.values.numel() :] == 7).all()
         return self.values.clone()
 
 
@@ -126,7 +127,10 @@ def test_a_row_without_numbers_spoils_no_other() -> None:
     x[2, 7], x[3, 1] = NAN, math.inf
     out = Output(5, 40)
     native.rms_norm(x.data_ptr(), 40, 5, 1, 0, 40, weight.data_ptr(), 1e-5, out.address)
-    assert out.checked()[2].isnan().all() and out.checked()[3, 1].isnan() and out.checked()[[0, 1, 4]].isfinite().all()
+    found = out.checked()
+    assert found[2].isnan().all()
+    assert found[3, 1].isnan()
+    assert found[[0, 1, 4]].isfinite().all()
 
 
 @pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (64, 16), (128, 64), (80, 40), (7, 3), (6, 1), (40, 10)])
@@ -187,8 +191,10 @@ def test_gated_at_the_edges(activation: int) -> None:
     out = Output(1, 13)
     native.gated(x.data_ptr(), 26, 1, 13, activation, 0, out.address)
     found = out.checked()[0]
-    assert found[[0, 1]].eq(0).all() and found[[3, 5, 7, 9]].equal(values[[3, 5, 7, 9]])
-    assert found[[4, 6, 8]].abs().max() < 1e-30 and found[11].isnan() and found[10].isnan()
+    assert found[[0, 1]].eq(0).all()
+    assert found[[3, 5, 7, 9]].equal(values[[3, 5, 7, 9]])
+    assert found[[4, 6, 8]].abs().max() < 1e-30
+    assert found[[10, 11]].isnan().all()
     assert found[12] == pytest.approx(gate(torch.tensor(5.0, dtype=torch.float64), activation).item(), rel=1e-6)
 
 
@@ -283,7 +289,7 @@ def argmax(x: Tensor) -> list[int]:
         native.set_threads(threads)
         out = torch.full((len(x) + 2,), -7)
         native.argmax(x.data_ptr(), x.stride(0), len(x), x.shape[1], out[1:].data_ptr())
-        assert out[0] == -7 and out[-1] == -7
+        assert [out[0], out[-1]] == [-7, -7]
         found.append(out[1:-1].tolist())
     assert found[0] == found[1] == found[2]
     return found[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -114,5 +115,6 @@ def weight_segments(weight: QuantizedWeight, most: int) -> list[Tensor]:
     if index is None:
         index = torch.arange(size) // (size if group == -1 else group)
     order = index.cpu().long().argsort(stable=True)
-    counts = index.cpu().long().bincount()
-    return [part for one in order.split(counts.tolist()) for part in one.split(most) if len(part)]
+    ends = index.cpu().long().bincount().cumsum(0).tolist()
+    bounds = [(start, min(start + most, end)) for first, end in pairwise([0, *ends]) for start in range(first, end, most)]
+    return [order[start:end] for start, end in bounds]

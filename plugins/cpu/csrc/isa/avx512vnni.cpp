@@ -4,13 +4,20 @@
 #define OCTAVO_AVX512VNNI 1
 
 #include "kernels.h"
+#include "linear_float_plan.h"
+#include "linear_int8_plan.h"
 #include "isa/vec_avx512.h"
 
 #include <cmath>
 #include <cstring>
 
 #include "isa/exp.inc.h"
+#include "isa/linear_float_codes.inc.h"
+#include "isa/linear_float_tiles.inc.h"
 #include "isa/linear_float.inc.h"
+#include "isa/int8_dot.inc.h"
+#include "isa/int8_quantize.inc.h"
+#include "isa/int8_tile.inc.h"
 #include "isa/linear_int8.inc.h"
 #include "isa/elementwise.inc.h"
 #include "isa/attention.inc.h"

@@ -131,7 +131,7 @@ inline uint16_t to_f16(float x) {
     const float shifted = bits_of<float>(magnitude) + 0.5f;
     return static_cast<uint16_t>(sign | (bits_of<uint32_t>(shifted) - 0x3f000000));
   }
-  return static_cast<uint16_t>(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10));
+  return static_cast<uint16_t>(sign | (((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10)));
 }
 
 inline F load_bf16(const uint16_t* p) {

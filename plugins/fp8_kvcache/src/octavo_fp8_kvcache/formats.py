@@ -63,8 +63,8 @@ class _StaticKV(_ByteKV):
             self._put(blocks, encode(scaled, self.storage), slot_mapping)
 
     def encoding(self, layer: AttentionLayer) -> KVEncoding | None:
-        scales = (self._scale(layer, side, torch.empty(0)) for side in "kv")
-        return KVEncoding(self.storage, LARGEST[self.storage], *scales)
+        key_scale, value_scale = (self._scale(layer, side, torch.empty(0)) for side in "kv")
+        return KVEncoding(self.storage, LARGEST[self.storage], key_scale, value_scale)
 
     def decode(self, layer: AttentionLayer, kv: LayerKV, block_ids: Tensor) -> LayerKV:
         decoded = []
