@@ -58,7 +58,7 @@ def run(
             )
             output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            end_children()
+            os.killpg(process.pid, signal.SIGKILL)
             output, errors = process.communicate()
             errors += f"\nended after {timeout_s:.0f} s"
         except BaseException:

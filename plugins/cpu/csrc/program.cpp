@@ -52,6 +52,7 @@ void Engine::replay(const Program& program, const Step& step) {
   if (step.batch) bytes = std::max(bytes, step.batch->scratch_bytes);
   std::byte* memory = scratch(bytes);
   Team& members = team();
+  const Team::Seat seat(members);
   members.run([&](int member) {
     const Context context{members, member, members.size(), step.tokens, memory, step};
     for (const auto& entry : program.operations_) {

@@ -44,10 +44,32 @@ void pin(std::thread& thread, int cpu) {
 
 }  // namespace
 
+Team::Seat::Seat(const Team& team) {
+#ifdef __linux__
+  if (team.cpus_.empty() || team.size_ == 1) return;
+  cpu_set_t mask, one;
+  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) return;
+  CPU_ZERO(&one);
+  CPU_SET(team.cpus_[0], &one);
+  if (sched_setaffinity(0, sizeof(one), &one) != 0) return;
+  const auto* bytes = reinterpret_cast<const unsigned char*>(&mask);
+  before_.assign(bytes, bytes + sizeof(mask));
+#else
+  (void)team;
+#endif
+}
+
+Team::Seat::~Seat() {
+#ifdef __linux__
+  if (!before_.empty()) sched_setaffinity(0, before_.size(), reinterpret_cast<const cpu_set_t*>(before_.data()));
+#endif
+}
+
 Team::Team(int size, const std::vector<int>& cpus) : size_(size < 1 ? 1 : size) {
+  if (static_cast<int>(cpus.size()) == size_) cpus_ = cpus;
   for (int member = 1; member < size_; ++member) {
     threads_.emplace_back([this, member] { work(member); });
-    if (static_cast<int>(cpus.size()) == size_) pin(threads_.back(), cpus[member]);
+    if (!cpus_.empty()) pin(threads_.back(), cpus_[member]);
   }
 }
 

@@ -11,6 +11,18 @@ namespace octavo {
 // The calling thread is member 0; the others are pinned, one a core, spin for a moment after a region, then sleep.
 class Team {
  public:
+  // While it lives, the calling thread stays on the first processor, so that it does not sit on a worker's: the system
+  // takes milliseconds to part two threads that spin on one core. Costs two system calls.
+  class Seat {
+   public:
+    explicit Seat(const Team& team);
+    ~Seat();
+    Seat(const Seat&) = delete;
+
+   private:
+    std::vector<unsigned char> before_;  // the thread's own mask; empty where nothing was changed
+  };
+
   explicit Team(int size, const std::vector<int>& cpus);  // member i on cpus[i], where there are as many
   ~Team();
   Team(const Team&) = delete;
@@ -33,6 +45,7 @@ class Team {
   void work(int member);
 
   int size_;
+  std::vector<int> cpus_;  // one a member, or none
   std::vector<std::thread> threads_;
   alignas(64) std::atomic<uint64_t> generation_{0};  // counts regions
   alignas(64) std::atomic<int> arrived_{0};
