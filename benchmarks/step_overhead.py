@@ -1,6 +1,7 @@
 """What a decode step costs besides the forward: scheduling, tensors, sampling, detokenising, in milliseconds.
 
-The model is replaced by one that returns ready logits, so all that is left is octavo's own work. `--profile` shows where it goes.
+The model is replaced by one that returns ready logits, so all that is left is octavo's own work. `--profile` shows where it
+goes.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
 from octavo_cpu import _native as native
 
 STORED = {

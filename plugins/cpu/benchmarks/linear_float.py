@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
 from octavo_cpu import _native
 
 CODES = {"u2": 2, "u4": 4, "u8": 8, "e4m3": 8, "e5m2": 8, "bf16": 16, "f16": 16, "f32": 32}

@@ -241,15 +241,20 @@ def test_the_bits_of_a_token_do_not_depend_on_its_chunk(shape: Shape) -> None:
             assert same(whole[first:last], sequences.attend(query[first:last], [(0, first, last)])), (first, last)
 
 
-def test_numbers_of_later_tokens_reach_no_earlier_one() -> None:
-    shape = Shape(6, 2, 32, storage=F16)
+@pytest.mark.parametrize("storage", [F32, F16, BF16, E4M3, E5M2], ids=NAMES[:5])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_numbers_of_later_tokens_reach_no_earlier_one(storage: int, scaled: bool) -> None:
+    shape = Shape(6, 2, 32, storage=storage, scaled=scaled)
     sequences = Sequences(shape, [200])
     query = torch.randn(200, 6, 32)
     before = sequences.attend(query, [(0, 0, 200)])
     for at in (150, 70):
         block, offset = sequences.blocks[0][at // 16], at % 16
-        sequences.key[block, :, offset], sequences.value[block, :, offset] = NAN, math.inf
-        query[at] = NAN
+        nothing = torch.tensor([NAN, -NAN]).to(TYPES[storage])
+        _bytes(sequences.key)[block, :, offset] = _bytes(nothing)[1]
+        _bytes(sequences.value)[block, :, offset] = _bytes(nothing)[0]
+        own = sequences.attend(query[at : at + 1], [(0, at, at + 1)])
+        assert own.isnan().all()
         after = sequences.attend(query, [(0, 0, 200)])
         assert same(before[:at], after[:at])
         assert after[at:].isnan().all()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
 from octavo_cpu import _native
 
 INTEGERS = {"u2": 2, "u4": 4, "u8": 8}

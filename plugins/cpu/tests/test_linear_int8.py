@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from octavo_cpu import _native
 from torch import Tensor
 
 from octavo import ActivationSpec, quantize_inputs
+from octavo_cpu import _native
 
 CODES = {2: 0, 4: 1, 8: 2}
 PER_SEGMENT, PER_TOKEN, STATIC = 0, 1, 2
@@ -49,7 +49,11 @@ class Layer:
         groups = -(-in_features // self.group)
         self.codes = rng.integers(0, 2**self.bits, (out_features, in_features), dtype=np.uint8)
         self.scales = rng.uniform(0.5, 1.5, (out_features, groups)).astype(np.float32)
-        zeros = rng.integers(0, 2**self.bits, (out_features, groups)) if self.zeros else np.full_like(self.scales, self.zero)
+        zeros = (
+            rng.integers(0, 2**self.bits, (out_features, groups))
+            if self.zeros
+            else np.full_like(self.scales, self.zero)
+        )
         self.offsets = (self.scales * zeros).astype(np.float32)
         self.biases = rng.standard_normal(out_features).astype(np.float32)
         of_input = np.arange(in_features) // self.group
@@ -63,9 +67,7 @@ class Layer:
             source += [*inputs, *[-1] * (-len(inputs) % unit)]
             starts.append(len(source))
         blocks = -(-out_features // 16)
-        padded = {
-            name: np.zeros((groups, blocks * 16), np.float32) for name in ("scales", "offsets")
-        }
+        padded = {name: np.zeros((groups, blocks * 16), np.float32) for name in ("scales", "offsets")}
         padded["scales"][:, :out_features], padded["offsets"][:, :out_features] = self.scales.T, self.offsets.T
         bias = np.zeros(blocks * 16, np.float32)
         bias[:out_features] = self.biases
@@ -74,7 +76,13 @@ class Layer:
         plain = len(source) == in_features and not self.shuffled
         at_source = 0 if plain else kept[1].ctypes.data
         _native.pack(
-            CODES[self.bits], self.codes.ctypes.data, in_features, out_features, len(source), at_source, packed.ctypes.data
+            CODES[self.bits],
+            self.codes.ctypes.data,
+            in_features,
+            out_features,
+            len(source),
+            at_source,
+            packed.ctypes.data,
         )
         self.memory = [*kept, packed]
         self.native = _native.Weight(
@@ -129,7 +137,9 @@ def run(layer: Layer, how: How, x: Tensor, threads: int = 1) -> Tensor:
     out = torch.full((rows + 2, room), CANARY)
     _native.set_threads(threads)
     _native.linear(layer.native, how.native, wide[1:].data_ptr(), width, rows, out[1:].data_ptr(), room)
-    assert (out[0] == CANARY).all() and (out[-1] == CANARY).all() and (out[:, layer.out_features :] == CANARY).all()
+    assert (out[0] == CANARY).all()
+    assert (out[-1] == CANARY).all()
+    assert (out[:, layer.out_features :] == CANARY).all()
     return out[1:-1, : layer.out_features].clone()
 
 
@@ -206,7 +216,11 @@ def test_codes_of_inputs_are_octavos(how: How) -> None:
     rows = [torch.randn(64, generator=torch.Generator().manual_seed(i)) for i in range(40)]
     for scale in (0.037, 1.0, 2.0**-126, 3e-44, 1e36, 0.3):
         halves = (torch.arange(64) - 31.5) * 2 * scale
-        rows += [halves, torch.cat([torch.tensor([127 * scale]), halves[1:]]), torch.nextafter(halves, torch.tensor(0.0))]
+        rows += [
+            halves,
+            torch.cat([torch.tensor([127 * scale]), halves[1:]]),
+            torch.nextafter(halves, torch.tensor(0.0)),
+        ]
     rows += [torch.zeros(64), torch.full((64,), 1e-45), torch.full((64,), -3e38), torch.arange(64) * 1e-45]
     rows += [torch.full((64,), 2.5), torch.arange(64.0) - 64, torch.arange(64.0)]
     x = torch.stack(rows)

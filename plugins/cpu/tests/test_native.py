@@ -23,7 +23,8 @@ sys.modules["octavo_cpu._native"] = None  # as if it had never been built
 from octavo import LLM, SamplingParams
 llm = LLM(sys.argv[1], num_blocks_override=16, disable_progress=True, quantize_weights="int4")
 (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
-print(len(output.outputs[0].token_ids), {report.kernel for report in llm.engine.model_info.linears}, llm.engine.model_info.attention)
+info = llm.engine.model_info
+print(len(output.outputs[0].token_ids), {report.kernel for report in info.linears}, info.attention)
 """
 
 
@@ -42,7 +43,11 @@ def test_v08_an_instruction_set_that_is_not_here_is_named_with_those_that_are(tm
     if door.native() is None:
         pytest.skip("octavo-cpu has no native module here")
     run = subprocess.run(
-        [sys.executable, "-c", "import octavo_cpu.native as n; print(n.why_not(__import__('octavo').Platform.detect('cpu')))"],
+        [
+            sys.executable,
+            "-c",
+            "import octavo_cpu.native as n; print(n.why_not(__import__('octavo').Platform.detect('cpu')))",
+        ],
         capture_output=True,
         text=True,
         check=True,

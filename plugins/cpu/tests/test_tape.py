@@ -37,7 +37,10 @@ def serve(folder: Path, eager: bool = False, **settings: Any) -> tuple[list[Any]
         if eager:
             forward.reason = "a test wants it so"
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        found = [(o.outputs[0].token_ids, [{t: p.logprob for t, p in lp.items()} for lp in o.outputs[0].logprobs]) for o in outputs]
+        found = [
+            (o.outputs[0].token_ids, [{t: p.logprob for t, p in lp.items()} for lp in o.outputs[0].logprobs])
+            for o in outputs
+        ]
     return found, forward
 
 

@@ -116,5 +116,7 @@ def weight_segments(weight: QuantizedWeight, most: int) -> list[Tensor]:
         index = torch.arange(size) // (size if group == -1 else group)
     order = index.cpu().long().argsort(stable=True)
     ends = index.cpu().long().bincount().cumsum(0).tolist()
-    bounds = [(start, min(start + most, end)) for first, end in pairwise([0, *ends]) for start in range(first, end, most)]
+    bounds = [
+        (start, min(start + most, end)) for first, end in pairwise([0, *ends]) for start in range(first, end, most)
+    ]
     return [order[start:end] for start, end in bounds]

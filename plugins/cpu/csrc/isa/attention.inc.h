@@ -21,7 +21,8 @@ struct Workspace {
   alignas(64) float key_scales[kChunkKeys], value_scales[kChunkKeys];
   alignas(64) float most[kMostRows], total[kMostRows], old_share[kMostRows], new_share[kMostRows];
   alignas(64) float new_most[kMostRows], new_total[kMostRows];  // of one chunk
-  int64_t slots[kChunkKeys];  // row of K and V of each position; where nobody looks, that of a position that is seen
+  int64_t at[kChunkKeys];  // bytes before each position's row; where nobody looks, that of a position that is seen
+  int64_t next_at[kChunkKeys];
   int32_t begin[kMostRows], end[kMostRows];  // positions of the chunk that each row sees
 };
 
@@ -47,17 +48,39 @@ struct Layer {  // what is alike for all units
   }
 };
 
-// slots[i]: the row of position start + i; only blocks of positions first ... last - 1 are looked up.
-inline void find_slots(const Layer& layer, const AttentionUnit& u, int64_t start, int64_t first, int64_t last, int64_t* slots) {
-  const int64_t size = layer.batch.block_size;
+// at[i]: the row of position start + i, in rows times `size`; only blocks of positions first ... last - 1 are looked
+// up.
+inline void find_rows(const Layer& layer, const AttentionUnit& u, int64_t start, int64_t first, int64_t last,
+                      int64_t size, int64_t* at) {
+  const int64_t block_size = layer.batch.block_size;
   const int32_t* table = layer.batch.block_tables + u.request * layer.batch.table_stride;
-  for (int64_t at = first; at < last;) {
-    const int64_t block = at / size, stop = (block + 1) * size < last ? (block + 1) * size : last;
-    const int64_t row = (table[block] * layer.attention.kv_heads + u.kv_head) * size - block * size;
-    for (; at < stop; ++at) slots[at - start] = row + at;
+  for (int64_t i = first; i < last;) {
+    const int64_t block = i / block_size, stop = (block + 1) * block_size < last ? (block + 1) * block_size : last;
+    int64_t row = ((table[block] * layer.attention.kv_heads + u.kv_head) * block_size + i - block * block_size) * size;
+    for (; i < stop; ++i, row += size) at[i - start] = row;
   }
-  for (int64_t i = 0; i < first - start; ++i) slots[i] = slots[first - start];
-  for (int64_t i = last - start; i < kChunkKeys; ++i) slots[i] = slots[last - start - 1];
+  for (int64_t i = 0; i < first - start; ++i) at[i] = at[first - start];
+  for (int64_t i = last - start; i < kChunkKeys; ++i) at[i] = at[last - start - 1];
+}
+
+// The positions of one chunk that any row of a unit sees.
+struct Seen {
+  int64_t start, first, last;
+};
+inline Seen seen_of(const Layer& layer, const AttentionUnit& u, int64_t chunk) {
+  const int64_t start = chunk * kChunkKeys, stop = start + kChunkKeys;
+  const int64_t seen = layer.first_seen(layer.position(u, u.first_row)), known = layer.position(u, u.last_row - 1) + 1;
+  return {start, seen > start ? seen : start, known < stop ? known : stop};
+}
+
+// The chunks first ... last of a unit that this layer computes.
+struct Chunks {
+  int64_t first, last;
+};
+inline Chunks chunks_of(const Layer& layer, const AttentionUnit& u) {
+  const int64_t first = layer.first_seen(layer.position(u, u.first_row)) / kChunkKeys;
+  const int64_t last = layer.position(u, u.last_row - 1) / kChunkKeys;
+  return u.chunk < 0 ? Chunks{first, last} : Chunks{first < u.chunk ? u.chunk : first, last < u.chunk ? last : u.chunk};
 }
 
 // c * tanh(x / c)
@@ -71,9 +94,10 @@ inline F capped(F x, float cap) {
   return set1(cap) * select_less(abs(y), set1(0.25f), small, large);
 }
 
-// Scores to weights relative to exp(largest score), which is `most`; `total` is their sum. Values' scales go into the weights.
-inline void softmax_row(const Layer& layer, float* scores, int32_t begin, int32_t end, float factor, const float* key_scales,
-                        const float* value_scales, float& most, float& total) {
+// Scores to weights relative to exp(largest score), which is `most`; `total` is their sum. Values' scales go into the
+// weights.
+inline void softmax_row(const Layer& layer, float* scores, int32_t begin, int32_t end, float factor,
+                        const float* key_scales, const float* value_scales, float& most, float& total) {
   const F lane = load(kLaneNumbers), nothing = set1(-HUGE_VALF);
   const int first = begin / kLanes * kLanes;
   F highest = nothing;
@@ -98,7 +122,8 @@ inline void softmax_row(const Layer& layer, float* scores, int32_t begin, int32_
   total = sum(sums);
 }
 
-// How two parts of a softmax are brought to one scale: most = the larger, and what each part's numbers are multiplied by.
+// How two parts of a softmax are brought to one scale: most = the larger, and what each part's numbers are multiplied
+// by.
 inline void shares(F old_most, F new_most, F& most, F& old_share, F& new_share) {
   most = select_less(old_most, new_most, new_most, old_most);
   const F base = select_less(set1(-HUGE_VALF), most, most, select_less(most, set1(0.0f), zero(), most));
@@ -110,23 +135,34 @@ inline void merge(float* mixed, const float* part, float old_share, float new_sh
     store(mixed + i, fma(load(mixed + i), set1(old_share), load(part + i) * set1(new_share)));
 }
 
-inline void write_row(const Layer& layer, const AttentionUnit& u, int64_t row, const float* mixed, float total, Out out) {
+inline void write_row(const Layer& layer, const AttentionUnit& u, int64_t row, const float* mixed, float total,
+                      Out out) {
   const int64_t token = layer.batch.query_start_loc[u.request] + row / layer.group;
   float* to = out.data + token * out.stride + (u.kv_head * layer.group + row % layer.group) * layer.attention.head_dim;
-  const F scale = set1(layer.kv.value_static ? layer.kv.value_static[u.kv_head] : 1.0f);
+  const F scale =
+      set1(stored_unit(layer.kv.storage) * (layer.kv.value_static ? layer.kv.value_static[u.kv_head] : 1.0f));
   for_lanes(layer.attention.head_dim, [&](int64_t i, int n) {
     store_some(to + i, load(mixed + i) / set1(total) * scale + zero(), n);  // + 0: whether -0 or 0 was added to
   });
 }
 
+// Fetches the rows of n positions.
+inline void prefetch_rows(const uint8_t* base, const int64_t* at, int64_t n, int64_t bytes) {
+  if (n > 0 && at[n - 1] - at[0] == (n - 1) * bytes) {  // of one block
+    bytes *= n, n = 1;
+  }
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(base + at[i] + byte);
+}
+
+// `next` is what the member computes afterwards, or null.
 template <int storage>
-inline void run_unit(const Layer& layer, const AttentionUnit& u, Rows query, Out out, float* partials, Workspace& w) {
+inline void run_unit(const Layer& layer, const AttentionUnit& u, const AttentionUnit* next, Rows query, Out out,
+                     float* partials, Workspace& w) {
   const Attention& a = layer.attention;
   const int64_t rows = u.last_row - u.first_row, padded = layer.padded, row_bytes = a.head_dim * stored_bytes(storage);
-  const int64_t first_position = layer.position(u, u.first_row), last_position = layer.position(u, u.last_row - 1);
-  const int64_t first_chunk = layer.first_seen(first_position) / kChunkKeys, last_chunk = last_position / kChunkKeys;
-  if (u.chunk >= 0 && (u.chunk < first_chunk || u.chunk > last_chunk)) return;
-  const bool few = rows <= kFewRows && a.head_dim % kLanes == 0;
+  const Chunks chunks = chunks_of(layer, u);
+  const bool few = rows <= kFewRows && a.head_dim % kLanes == 0, scaled = layer.kv.key_scale != nullptr;
   const auto* keys = static_cast<const uint8_t*>(layer.kv.key);
   const auto* values = static_cast<const uint8_t*>(layer.kv.value);
 
@@ -136,33 +172,34 @@ inline void run_unit(const Layer& layer, const AttentionUnit& u, Rows query, Out
     for_lanes(a.head_dim, [&](int64_t i, int n) { store(w.query + r * padded + i, load_some(from + i, n)); });
     w.most[r] = -HUGE_VALF, w.total[r] = 0;
   }
-  for (int64_t i = 0; i < rows * padded; ++i) w.mixed[i] = 0;
-  const float factor = a.scale * (layer.kv.key_static ? layer.kv.key_static[u.kv_head] : 1.0f);
+  for (int64_t i = 0; i < rows * padded; i += kLanes) store(w.mixed + i, zero());
+  const float factor = a.scale * stored_unit(storage) * (layer.kv.key_static ? layer.kv.key_static[u.kv_head] : 1.0f);
 
-  for (int64_t chunk = u.chunk < 0 ? first_chunk : u.chunk; chunk <= (u.chunk < 0 ? last_chunk : u.chunk); ++chunk) {
-    const int64_t start = chunk * kChunkKeys, stop = start + kChunkKeys;
-    const int64_t seen = layer.first_seen(first_position), known = last_position + 1;
-    const int64_t first = seen > start ? seen : start, last = known < stop ? known : stop;
-    find_slots(layer, u, start, first, last, w.slots);
+  for (int64_t chunk = chunks.first; chunk <= chunks.last; ++chunk) {
+    const auto [start, first, last] = seen_of(layer, u, chunk);
+    find_rows(layer, u, start, first, last, row_bytes, w.at);
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t position = layer.position(u, u.first_row + r), from = layer.first_seen(position);
-      w.begin[r] = static_cast<int32_t>(from > start ? (from < stop ? from : stop) - start : 0);
-      w.end[r] = static_cast<int32_t>(position < start ? 0 : position < stop ? position + 1 - start : kChunkKeys);
+      const int64_t position = layer.position(u, u.first_row + r), from = layer.first_seen(position) - start;
+      w.begin[r] = static_cast<int32_t>(from < 0 ? 0 : from < kChunkKeys ? from : kChunkKeys);
+      w.end[r] = static_cast<int32_t>(position < start                ? 0
+                                      : position < start + kChunkKeys ? position + 1 - start
+                                                                      : kChunkKeys);
       if (w.end[r] < w.begin[r]) w.end[r] = w.begin[r];
     }
-    const bool scaled = layer.kv.key_scale != nullptr;
     if (scaled) {
+      find_rows(layer, u, start, first, last, 1, w.next_at);
       for (int64_t i = 0; i < kChunkKeys; ++i) {
-        w.key_scales[i] = load_scale(layer.kv.key_scale, layer.kv.scale_storage, w.slots[i]);
-        w.value_scales[i] = load_scale(layer.kv.value_scale, layer.kv.scale_storage, w.slots[i]);
+        w.key_scales[i] = load_scale(layer.kv.key_scale, layer.kv.scale_storage, w.next_at[i]);
+        w.value_scales[i] = load_scale(layer.kv.value_scale, layer.kv.scale_storage, w.next_at[i]);
       }
     }
 
     const int64_t first_tile = (first - start) / kLanes * kLanes;
     for (int64_t i = first_tile; i < last - start; i += kLanes) {
       const uint8_t* at[kLanes];
-      for (int j = 0; j < kLanes; ++j) at[j] = keys + w.slots[i + j] * row_bytes;
+      for (int j = 0; j < kLanes; ++j) at[j] = keys + w.at[i + j];
       if (few) {
+        prefetch_rows(values, w.at + i, kLanes, row_bytes);
         dot_rows<storage>(w.query, rows, padded, at, w.scores + i);
         continue;
       }
@@ -184,11 +221,17 @@ inline void run_unit(const Layer& layer, const AttentionUnit& u, Rows query, Out
     }
 
     const uint8_t* at[kChunkKeys];
+    Seen then{0, 0, 0};  // what is read next
     if (few) {
-      for (int64_t j = 0; j < kChunkKeys; ++j) at[j] = values + w.slots[j] * row_bytes;
+      for (int64_t j = 0; j < kChunkKeys; ++j) at[j] = values + w.at[j];
+      const AttentionUnit* u_then = chunk < chunks.last ? &u : next;
+      if (u_then) {
+        then = seen_of(layer, *u_then, chunk < chunks.last ? chunk + 1 : chunks_of(layer, *u_then).first);
+        find_rows(layer, *u_then, then.start, then.first, then.last, row_bytes, w.next_at);
+      }
     } else {
       for (int64_t j = first - start; j < last - start; ++j) {
-        const uint8_t* from = values + w.slots[j] * row_bytes;
+        const uint8_t* from = values + w.at[j];
         float* to = w.values + j * padded;
         for (int64_t v = 0; v < layer.vectors; ++v)
           store(to + v * kLanes, load_stored<storage>(from, v, a.head_dim - v * kLanes));
@@ -198,10 +241,15 @@ inline void run_unit(const Layer& layer, const AttentionUnit& u, Rows query, Out
     for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
       const int64_t count = rows - r < kRowsAtOnce ? rows - r : kRowsAtOnce;
       const float* weights = w.scores + r * kChunkKeys;
+      for (int64_t i = 0; i < count * padded; i += kLanes) store(w.part + i, zero());
       if (few) {
-        mix_rows<storage>(weights, count, w.begin + r, w.end + r, at, layer.vectors, w.part);
+        for (int64_t j = 0; j < kChunkKeys; j += kLanes) {  // by parts, so that what comes next is fetched meanwhile
+          const int64_t left = then.last - then.start - j;
+          if (r == 0) prefetch_rows(keys, w.next_at + j, left < kLanes ? left : kLanes, row_bytes);
+          mix_rows<storage>(weights, count, w.begin + r, w.end + r, j, j + kLanes, at, layer.vectors, w.part);
+        }
       } else {
-        mix_rows<KVBlocks::f32>(weights, count, w.begin + r, w.end + r, at, layer.vectors, w.part);
+        mix_rows<KVBlocks::f32>(weights, count, w.begin + r, w.end + r, 0, kChunkKeys, at, layer.vectors, w.part);
       }
       for (int64_t i = 0; i < count; ++i) {
         const float* part = w.part + i * padded;
@@ -249,25 +297,39 @@ inline void merge_row(const Layer& layer, const AttentionSplit& split, int64_t r
   write_row(layer, u, u.first_row + r, mixed, total, out);
 }
 
-inline void attend(const Attention& attention, const KVBlocks& kv, const Batch& batch, Rows query, Out out, const Context& c) {
+template <class Body>
+inline void with_storage(KVBlocks::Storage storage, Body body) {
+  switch (storage) {
+    case KVBlocks::f32: return body(std::integral_constant<int, KVBlocks::f32>{});
+    case KVBlocks::f16: return body(std::integral_constant<int, KVBlocks::f16>{});
+    case KVBlocks::bf16: return body(std::integral_constant<int, KVBlocks::bf16>{});
+    case KVBlocks::e4m3: return body(std::integral_constant<int, KVBlocks::e4m3>{});
+    case KVBlocks::e5m2: return body(std::integral_constant<int, KVBlocks::e5m2>{});
+    case KVBlocks::i8: return body(std::integral_constant<int, KVBlocks::i8>{});
+  }
+}
+
+inline void attend(const Attention& attention, const KVBlocks& kv, const Batch& batch, Rows query, Out out,
+                   const Context& c) {
   const int64_t vectors = (attention.head_dim + kLanes - 1) / kLanes;
   const Layer layer{attention, kv, batch, attention.heads / attention.kv_heads, vectors, vectors * kLanes};
   auto* partials = reinterpret_cast<float*>(c.scratch);
   const int64_t num_units = batch.units[0], num_splits = batch.units[1];
   Workspace w;
-  for (int64_t turn = 0; turn * c.members < num_units; ++turn) {
-    const int64_t unit = turn * c.members + (turn % 2 ? c.members - 1 - c.member : c.member);
-    if (unit >= num_units) continue;
-    const AttentionUnit& u = *unit_of(batch, unit);
-    switch (kv.storage) {
-      case KVBlocks::f32: run_unit<KVBlocks::f32>(layer, u, query, out, partials, w); break;
-      case KVBlocks::f16: run_unit<KVBlocks::f16>(layer, u, query, out, partials, w); break;
-      case KVBlocks::bf16: run_unit<KVBlocks::bf16>(layer, u, query, out, partials, w); break;
-      case KVBlocks::e4m3: run_unit<KVBlocks::e4m3>(layer, u, query, out, partials, w); break;
-      case KVBlocks::e5m2: run_unit<KVBlocks::e5m2>(layer, u, query, out, partials, w); break;
-      case KVBlocks::i8: run_unit<KVBlocks::i8>(layer, u, query, out, partials, w); break;
+  const auto runs = [&](auto storage) {
+    const AttentionUnit* found = nullptr;
+    for (int64_t turn = 0; turn * c.members < num_units; ++turn) {
+      const int64_t unit = turn * c.members + (turn % 2 ? c.members - 1 - c.member : c.member);
+      if (unit >= num_units ||
+          chunks_of(layer, *unit_of(batch, unit)).first > chunks_of(layer, *unit_of(batch, unit)).last)
+        continue;
+      const AttentionUnit* next = unit_of(batch, unit);
+      if (found) run_unit<storage>(layer, *found, next, query, out, partials, w);
+      found = next;
     }
-  }
+    if (found) run_unit<storage>(layer, *found, nullptr, query, out, partials, w);
+  };
+  with_storage(kv.storage, runs);
   if (num_splits == 0) return;
   c.barrier();
   int64_t all = 0, done = 0, first, last;

@@ -1,5 +1,6 @@
-// The two products of attention, for few rows on K and V as they are stored and for many on decoded ones, with the same bits:
-// a score is 16 sums over every 16th dimension, added as sum() does; a weighted value is one sum from the first key to the last.
+// The two products of attention, for few rows on K and V as they are stored and for many on decoded ones, with the same
+// bits: a score is 16 sums over every 16th dimension, added as sum() does; a weighted value is one sum from the first
+// key to the last.
 namespace OCTAVO_ISA {
 
 using octavo::kChunkKeys;
@@ -70,41 +71,54 @@ struct Scores {
   F of[rows];
 };
 
-// The part of a score that comes from dimensions lane, lane + 2 * step, lane + 4 * step, ...: with step 8 a sum, else two parts.
-template <int rows, int step>
-inline Scores<rows> score_part(const float* query, int64_t padded, const float* keys, int lane) {
-  Scores<rows> total;
-  if constexpr (step == 16) {
-    for (F& s : total.of) s = zero();
-    for (int64_t d = lane; d < padded; d += kLanes) {
-      const F key = load(keys + d * kLanes);
-      for (int r = 0; r < rows; ++r) total.of[r] = fma(set1(query[r * padded + d]), key, total.of[r]);
+// The part of a score that comes from dimensions lane, lane + step, lane + 2 * step, ...; `vectors` of 16 dimensions,
+// 0: as many as padded has.
+template <int rows, int vectors, int step>
+[[gnu::always_inline]] inline Scores<rows> score_part(const float* query, int64_t padded, const float* keys, int lane) {
+  Scores<rows> total, other;
+  if constexpr (step == kLanes / 2) {
+    for (int r = 0; r < rows; ++r) total.of[r] = other.of[r] = zero();
+    for (int64_t v = 0; v < (vectors ? vectors : padded / kLanes); ++v) {
+      const int64_t d = v * kLanes + lane;
+      const F key = load(keys + d * kLanes), far_key = load(keys + (d + step) * kLanes);
+      for (int r = 0; r < rows; ++r) {
+        total.of[r] = fma(set1(query[r * padded + d]), key, total.of[r]);
+        other.of[r] = fma(set1(query[r * padded + d + step]), far_key, other.of[r]);
+      }
     }
   } else {
-    total = score_part<rows, step * 2>(query, padded, keys, lane);
-    const Scores<rows> other = score_part<rows, step * 2>(query, padded, keys, lane + step);
-    for (int r = 0; r < rows; ++r) total.of[r] = total.of[r] + other.of[r];
+    total = score_part<rows, vectors, step * 2>(query, padded, keys, lane);
+    other = score_part<rows, vectors, step * 2>(query, padded, keys, lane + step);
   }
+  for (int r = 0; r < rows; ++r) total.of[r] = total.of[r] + other.of[r];
   return total;
 }
 
+template <int rows>
+inline void tile_scores(const float* query, int64_t padded, const float* keys, float* scores) {
+  const auto made = padded == 4 * kLanes   ? score_part<rows, 4, 1>(query, padded, keys, 0)
+                    : padded == 8 * kLanes ? score_part<rows, 8, 1>(query, padded, keys, 0)
+                                           : score_part<rows, 0, 1>(query, padded, keys, 0);
+  for (int r = 0; r < rows; ++r) store(scores + r * kChunkKeys, made.of[r]);
+}
+
 // Scores of those rows that see any of the 16 positions from `tile` on.
-inline void tile_rows(const float* query, int64_t rows, int64_t padded, const float* keys, float* scores, const int32_t* begin,
-                      const int32_t* end, int32_t tile) {
+inline void tile_rows(const float* query, int64_t rows, int64_t padded, const float* keys, float* scores,
+                      const int32_t* begin, const int32_t* end, int32_t tile) {
   for (int64_t r = 0; r < rows; r += kTileRows) {
     const int64_t last = (rows - r < kTileRows ? rows : r + kTileRows) - 1;  // a later row begins and ends no earlier
     if (tile >= end[last] || tile + kLanes <= begin[r]) continue;
     with_constant<kTileRows>(rows - r, [&](auto count) {
-      const auto made = score_part<count, 1>(query + r * padded, padded, keys, 0);
-      for (int i = 0; i < count; ++i) store(scores + (r + i) * kChunkKeys, made.of[i]);
+      tile_scores<count>(query + r * padded, padded, keys, scores + r * kChunkKeys);
     });
   }
 }
 
-// Adds keys first ... last - 1 of weights (rows, kChunkKeys) times values to out (rows, padded), in some of the vectors.
+// Adds keys first ... last - 1 of weights (rows, kChunkKeys) times values to out (rows, padded), in some of the
+// vectors.
 template <int storage, int rows, int vectors>
-inline void mix(const float* weights, const uint8_t* const* values, int64_t first, int64_t last, int64_t at_vector, float* out,
-                int64_t padded) {
+inline void mix(const float* weights, const uint8_t* const* values, int64_t first, int64_t last, int64_t at_vector,
+                float* out, int64_t padded) {
   F sums[rows][vectors];
   for (int r = 0; r < rows; ++r)
     for (int v = 0; v < vectors; ++v) sums[r][v] = load(out + r * padded + (at_vector + v) * kLanes);
@@ -125,30 +139,34 @@ inline void mix_keys(const float* weights, int64_t rows, const uint8_t* const* v
                      int64_t vectors, float* out) {
   if (first >= last) return;
   with_constant<kRowsAtOnce>(rows, [&](auto count) {
-    for (int64_t v = 0; v < vectors; v += kVectorsAtOnce) {
-      with_constant<kVectorsAtOnce>(vectors - v, [&](auto some) {
-        mix<storage, count, some>(weights, values, first, last, v, out, vectors * kLanes);
-      });
-    }
+    int64_t v = 0;
+    for (; v + kVectorsAtOnce <= vectors; v += kVectorsAtOnce)
+      mix<storage, count, kVectorsAtOnce>(weights, values, first, last, v, out, vectors * kLanes);
+    for (; v < vectors; ++v) mix<storage, count, 1>(weights, values, first, last, v, out, vectors * kLanes);
   });
 }
 
-// Weighted values of up to kRowsAtOnce rows to out (rows, padded). What a row does not see is not even multiplied by 0.
+// Adds to out (rows, padded) the weighted values of keys first ... last - 1 that each of up to kRowsAtOnce rows sees.
+// What a row does not see is not even multiplied by 0.
 template <int storage>
-inline void mix_rows(const float* weights, int64_t rows, const int32_t* begin, const int32_t* end, const uint8_t* const* values,
-                     int64_t vectors, float* out) {
-  const int64_t padded = vectors * kLanes, common_begin = begin[rows - 1], common_end = end[0];
-  for (int64_t i = 0; i < rows * padded; ++i) out[i] = 0;
+inline void mix_rows(const float* weights, int64_t rows, const int32_t* begin, const int32_t* end, int64_t first,
+                     int64_t last, const uint8_t* const* values, int64_t vectors, float* out) {
+  const auto bounded = [=](int64_t key) { return key < first ? first : key < last ? key : last; };
+  const auto mix_some = [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+    mix_keys<storage>(weights + row * kChunkKeys, count, values, bounded(from), bounded(to), vectors,
+                      out + row * vectors * kLanes);
+  };
+  const int64_t common_begin = bounded(begin[rows - 1]),
+                common_end = bounded(end[0]);  // a later row begins and ends no earlier
   if (common_begin >= common_end) {
-    for (int64_t r = 0; r < rows; ++r)
-      mix_keys<storage>(weights + r * kChunkKeys, 1, values, begin[r], end[r], vectors, out + r * padded);
+    for (int64_t r = 0; r < rows; ++r) mix_some(r, 1, begin[r], end[r]);
     return;
   }
   for (int64_t r = 0; r < rows; ++r)
-    mix_keys<storage>(weights + r * kChunkKeys, 1, values, begin[r], common_begin, vectors, out + r * padded);
-  mix_keys<storage>(weights, rows, values, common_begin, common_end, vectors, out);
+    if (begin[r] < common_begin) mix_some(r, 1, begin[r], common_begin);
+  mix_some(0, rows, common_begin, common_end);
   for (int64_t r = 0; r < rows; ++r)
-    mix_keys<storage>(weights + r * kChunkKeys, 1, values, common_end, end[r], vectors, out + r * padded);
+    if (end[r] > common_end) mix_some(r, 1, common_end, end[r]);
 }
 
 }  // namespace OCTAVO_ISA

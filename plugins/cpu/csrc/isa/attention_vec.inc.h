@@ -1,4 +1,5 @@
-// 16 sums across lanes at once, and a transposition: what scores are made of. Sums add halves, then quarters, ... as sum() does.
+// 16 sums across lanes at once, and a transposition: what scores are made of. Sums add halves, then quarters, ... as
+// sum() does.
 namespace OCTAVO_ISA {
 
 #if defined(OCTAVO_AVX512VNNI)
@@ -32,7 +33,8 @@ inline void transpose(F* x) {
   }
   for (int i = 0; i < 4; ++i) {
     const __m512 a = _mm512_shuffle_f32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd);
-    const __m512 c = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0x88), d = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0xdd);
+    const __m512 c = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0x88),
+                 d = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0xdd);
     x[i].v = _mm512_shuffle_f32x4(a, c, 0x88), x[i + 8].v = _mm512_shuffle_f32x4(a, c, 0xdd);
     x[i + 4].v = _mm512_shuffle_f32x4(b, d, 0x88), x[i + 12].v = _mm512_shuffle_f32x4(b, d, 0xdd);
   }
@@ -84,7 +86,8 @@ inline void transpose(F* x) {
   }
   for (auto& rows : quarters)
     for (auto& quarter : rows) transpose_8(quarter);
-  for (int i = 0; i < 8; ++i) x[i] = {quarters[0][0][i], quarters[1][0][i]}, x[i + 8] = {quarters[0][1][i], quarters[1][1][i]};
+  for (int i = 0; i < 8; ++i)
+    x[i] = {quarters[0][0][i], quarters[1][0][i]}, x[i + 8] = {quarters[0][1][i], quarters[1][1][i]};
 }
 
 #else

@@ -64,17 +64,20 @@ inline void add_rms_norm(Rows x, Rows residual, int64_t size, const float* weigh
 }
 
 // One head in half-split pairs; what lies beyond the pairs is copied. `out` may be x.
-inline void rotate_head(const float* x, int64_t head_dim, int64_t half, const float* cos, const float* sin, float* out) {
+inline void rotate_head(const float* x, int64_t head_dim, int64_t half, const float* cos, const float* sin,
+                        float* out) {
   for_lanes(half, [&](int64_t i, int n) {
     const F left = load_some(x + i, n), right = load_some(x + half + i, n);
     const F c = load_some(cos + i, n), s = load_some(sin + i, n);
     store_some(out + i, left * c - right * s, n);
     store_some(out + half + i, right * c + left * s, n);
   });
-  for_lanes(head_dim - 2 * half, [&](int64_t i, int n) { store_some(out + 2 * half + i, load_some(x + 2 * half + i, n), n); });
+  for_lanes(head_dim - 2 * half,
+            [&](int64_t i, int n) { store_some(out + 2 * half + i, load_some(x + 2 * half + i, n), n); });
 }
 
-inline void rotate(Rows x, int64_t heads, int64_t head_dim, int64_t half, Rows cos, Rows sin, Out out, const Context& c) {
+inline void rotate(Rows x, int64_t heads, int64_t head_dim, int64_t half, Rows cos, Rows sin, Out out,
+                   const Context& c) {
   int64_t first, last;
   c.share(c.rows * heads, 1, first, last);
   for (int64_t item = first; item < last; ++item) {
@@ -86,7 +89,8 @@ inline void rotate(Rows x, int64_t heads, int64_t head_dim, int64_t half, Rows c
 
 inline F sigmoid(F x) { return set1(1.0f) / (set1(1.0f) + exp(zero() - x)); }
 
-// The share of the normal distribution below x, within 4e-7 of itself. Chebyshev fit of erfc: Press et al., Numerical Recipes.
+// The share of the normal distribution below x, within 4e-7 of itself. Chebyshev fit of erfc: Press et al., Numerical
+// Recipes.
 inline F normal_share(F x) {
   const F z = abs(x) * set1(0.70710678118654752f), t = set1(1.0f) / (set1(1.0f) + set1(0.5f) * z);
   F p = set1(0.17087277f);
@@ -145,7 +149,8 @@ inline void gather(const void* table, int storage, int64_t row_stride, int64_t s
       continue;
     }
     const auto* from = static_cast<const uint16_t*>(table) + start;
-    for_lanes(size, [&](int64_t i, int n) { store_some(to + i, load_half(from + i, storage == KVBlocks::bf16, n), n); });
+    for_lanes(size,
+              [&](int64_t i, int n) { store_some(to + i, load_half(from + i, storage == KVBlocks::bf16, n), n); });
   }
 }
 

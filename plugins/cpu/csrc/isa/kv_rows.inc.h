@@ -7,14 +7,32 @@ constexpr int64_t stored_bytes(int storage) {
   return storage == KVBlocks::f32 ? 4 : storage == KVBlocks::f16 || storage == KVBlocks::bf16 ? 2 : 1;
 }
 
-// Numbers 16 * v ... of a stored row.
+// What load_stored's numbers are still to be multiplied by: a power of 2.
+#if defined(OCTAVO_AVX512VNNI)
+constexpr float stored_unit(int storage) { return storage == KVBlocks::e4m3 ? 256.0f : 1.0f; }
+
+// load_e4m3 / 256. The bits of e4m3 are those of an fp16 number 256 times smaller; 0x7f and 0xff are NaN.
+inline F load_e4m3_small(const uint8_t* p) {
+  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __mmask16 numbers = _mm_test_epi8_mask(_mm_add_epi8(raw, _mm_set1_epi8(1)), _mm_set1_epi8(0x7f));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7), _mm256_set1_epi16(-0x4080));
+  return {_mm512_mask_cvtph_ps(_mm512_set1_ps(NAN), numbers, half)};
+}
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+#else
+constexpr float stored_unit(int) { return 1.0f; }
+inline F load_e4m3_small(const uint8_t* p) { return load_e4m3(p); }
+inline void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
+#endif
+
+// Numbers 16 * v ... of a stored row, but for stored_unit.
 template <int storage>
 inline F load_stored(const uint8_t* row, int64_t v) {
   const uint8_t* p = row + v * kLanes * stored_bytes(storage);
   if constexpr (storage == KVBlocks::f32) return load(reinterpret_cast<const float*>(p));
   if constexpr (storage == KVBlocks::f16) return load_f16(reinterpret_cast<const uint16_t*>(p));
   if constexpr (storage == KVBlocks::bf16) return load_bf16(reinterpret_cast<const uint16_t*>(p));
-  if constexpr (storage == KVBlocks::e4m3) return load_e4m3(p);
+  if constexpr (storage == KVBlocks::e4m3) return load_e4m3_small(p);
   if constexpr (storage == KVBlocks::e5m2) return load_e5m2(p);
   if constexpr (storage == KVBlocks::i8) return load_i8(reinterpret_cast<const int8_t*>(p));
 }
@@ -49,7 +67,8 @@ inline I to_float8(F x) {
   const F unit = as_float(set1((127 + bias - 1 + mantissa) << 23));  // 1 / smallest subnormal
   const F smallest = as_float(set1((127 - bias + 1) << 23));         // normal
   const F code = select_less(size, smallest, as_float(to_int(size * unit)), as_float(normal));
-  return as_int(select_less(size, set1(HUGE_VALF), code, as_float(set1(0x7f)))) + (shift_right<24>(as_int(x)) & set1(0x80));
+  return as_int(select_less(size, set1(HUGE_VALF), code, as_float(set1(0x7f)))) +
+         (shift_right<24>(as_int(x)) & set1(0x80));
 }
 
 inline void store_bytes(uint8_t* to, I codes, int n) {
@@ -88,7 +107,8 @@ inline void store_as(int storage, F x, void* row, int64_t i, int n) {
   }
 }
 
-// What a token's head is divided by: its largest number to the type's largest, at least 1e-6; NaN where a number is NaN.
+// What a token's head is divided by: its largest number to the type's largest, at least 1e-6; NaN where a number is
+// NaN.
 inline float scale_of(const float* x, int64_t size, int storage) {
   F most = zero();
   float nan = 0;
@@ -101,7 +121,8 @@ inline float scale_of(const float* x, int64_t size, int storage) {
   return nan != nan ? nan : scale < 1e-6f ? 1e-6f : scale;
 }
 
-// One token's head, into its slot. `divisor`: a static scale, or null. `scales`: room for the head's own scale, or null.
+// One token's head, into its slot. `divisor`: a static scale, or null. `scales`: room for the head's own scale, or
+// null.
 inline void store_row(const float* x, int64_t size, int storage, void* row, const float* divisor, void* scales,
                       int scale_storage, int64_t slot) {
   if (!divisor && !scales) {
@@ -113,10 +134,12 @@ inline void store_row(const float* x, int64_t size, int storage, void* row, cons
   for_lanes(size, [&](int64_t i, int n) {
     store_as(storage, clamp(load_some(x + i, n), limit) / set1(scale), row, i, n);
   });
-  if (scales) store_as(scale_storage, set1(scale), static_cast<uint8_t*>(scales) + slot * stored_bytes(scale_storage), 0, 1);
+  if (scales)
+    store_as(scale_storage, set1(scale), static_cast<uint8_t*>(scales) + slot * stored_bytes(scale_storage), 0, 1);
 }
 
-inline void store_kv(const Attention& a, const KVBlocks& kv, const Batch& batch, Rows key, Rows value, const Context& c) {
+inline void store_kv(const Attention& a, const KVBlocks& kv, const Batch& batch, Rows key, Rows value,
+                     const Context& c) {
   const int64_t bytes = a.head_dim * stored_bytes(kv.storage);
   int64_t first, last;
   c.share(batch.tokens * a.kv_heads, 1, first, last);
@@ -126,8 +149,9 @@ inline void store_kv(const Attention& a, const KVBlocks& kv, const Batch& batch,
     const int64_t row = (block * a.kv_heads + head) * batch.block_size + offset;
     store_row(key.data + token * key.stride + at, a.head_dim, kv.storage, static_cast<uint8_t*>(kv.key) + row * bytes,
               kv.key_static ? kv.key_static + head : nullptr, kv.key_scale, kv.scale_storage, row);
-    store_row(value.data + token * value.stride + at, a.head_dim, kv.storage, static_cast<uint8_t*>(kv.value) + row * bytes,
-              kv.value_static ? kv.value_static + head : nullptr, kv.value_scale, kv.scale_storage, row);
+    store_row(value.data + token * value.stride + at, a.head_dim, kv.storage,
+              static_cast<uint8_t*>(kv.value) + row * bytes, kv.value_static ? kv.value_static + head : nullptr,
+              kv.value_scale, kv.scale_storage, row);
   }
 }
 
