@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def demo_model() -> Path:
                 pytest.skip(f"the demo model cannot be had here: {run.stderr.strip().splitlines()[-1]}")
             assert run.returncode == 0, run.stderr
     return folder
+
+
+@pytest.fixture
+def core_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves native kernels out where they are installed, for tests of what core's own do and are called."""
+    if find_spec("octavo_cpu") is not None:
+        monkeypatch.setenv("OCTAVO_DISABLE_PLUGINS", "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -218,7 +218,7 @@ class World:
         scheduler, pool, live = self.scheduler, self.scheduler.pool, self.live
         pool.check(request.held_block_ids for request in live)
         for block, references in enumerate(pool.ref_counts):
-            if not references and pool._keys[block] is None:
+            if not references and pool._nodes[block] is None:
                 self.memory[block] = [POISON] * pool.block_size
         swapped = [request for request in live if request.status is Status.SWAPPED]
         assert scheduler.num_swapped == len(swapped)

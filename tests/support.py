@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ VOCAB_SIZE = 288
 
 
 def registry() -> Registry:
-    return discover(Platform.detect("cpu"))
+    return discover(Platform.detect("cpu"), disable=tuple(filter(None, [os.environ.get("OCTAVO_DISABLE_PLUGINS")])))
 
 
 def make_hostile(llm: LLM) -> LLM:
@@ -41,7 +42,7 @@ def make_hostile(llm: LLM) -> LLM:
     pool, host = scheduler.pool, scheduler.swap.host
 
     def poisoned_step() -> object:
-        free = [b for b in range(pool.num_blocks) if pool.ref_counts[b] == 0 and pool._keys[b] is None]
+        free = [b for b in range(pool.num_blocks) if pool.ref_counts[b] == 0 and pool._nodes[b] is None]
         hostile(engine.executor.runner.kv, free)
         hostile(engine.executor.runner.kv, [b for b in range(host.num_blocks) if host.ref_counts[b] == 0], host=True)
         pool.check([r.held_block_ids for r in scheduler])

@@ -241,7 +241,7 @@ def test_the_work_does_not_grow_with_the_pool():
     work = {}
     for num_blocks in (64, 4096):
         pool = BlockPool(num_blocks, 2)
-        for name in ("ref_counts", "_next", "_prev", "_keys", "_nodes", "_published_at"):
+        for name in ("ref_counts", "_next", "_prev", "_nodes"):
             setattr(pool, name, Touched(getattr(pool, name)))
         Touched.count = 0
         held = [compute(pool, [i, *range(9)]) for i in range(5)]
@@ -274,7 +274,7 @@ def test_the_pool_agrees_with_plain_lists(num_blocks, block_size, operations):
     def give_back(blocks):
         for block in reversed(blocks):
             if not any(block in other for other in held):
-                if pool._keys[block] is None:
+                if pool._nodes[block] is None:
                     uncached.insert(0, block)
                 else:
                     cached.append(block)

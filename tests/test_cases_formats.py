@@ -341,6 +341,7 @@ def test_v09_naming_the_format_pins_no_kernel(tmp_path: Path, name: str) -> None
     assert kernels(load(folder)) == kernels(load(folder, quantization=own))
 
 
+@pytest.mark.usefixtures("core_kernels")
 def test_v09_int8_inputs_get_the_integer_kernel(tmp_path: Path) -> None:
     folder = model(tmp_path, "ct_tokens", **SHORT)
     for settings in ({}, {"quantization": "compressed-tensors"}):

@@ -334,6 +334,7 @@ def test_rotary_table_covers_what_is_served(tmp_path: Path, max_model_len: int |
     assert llm.engine.executor.runner.model.rope.cos.shape[0] == rows
 
 
+@pytest.mark.usefixtures("core_kernels")
 def test_resident_bytes_follow_the_compute_type(tmp_path: Path) -> None:
     stored = plan(tiny_model(tmp_path / "f", dtype=torch.bfloat16), dtype="bfloat16")
     assert stored.resident_bytes == stored.stored_bytes

@@ -16,6 +16,8 @@ from octavo.cli import build_parser, main
 from octavo.testing import tiny_model
 from octavo_awq.config import AWQConfig
 
+pytestmark = pytest.mark.usefixtures("core_kernels")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -33,6 +33,7 @@ from octavo.plugins import PluginInfo
 from octavo.testing import tiny_model, tiny_tokenizer
 from octavo_awq.config import AWQConfig
 
+pytestmark = pytest.mark.usefixtures("core_kernels")
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 DOWN = "model.layers.1.mlp.down_proj"
 ACT = "model.layers.1.mlp.act"

@@ -247,6 +247,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plugins")
+@pytest.mark.usefixtures("core_kernels")
 def test_inspect_plans_the_bytes_that_loading_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["inspect", str(folder), "--kv-cache-dtype-map", MIXED, "--num-blocks-override", "64"]
     assert main([*arguments, "--json"]) == 0

@@ -22,6 +22,7 @@ from octavo_awq.config import AWQConfig
 INT8 = WeightSpec("int8", (1, -1))
 INT4_64 = WeightSpec("uint4", (1, 64), has_zeros=True)
 INT4_128 = WeightSpec("uint4", (1, 128), has_zeros=True)
+pytestmark = pytest.mark.usefixtures("core_kernels")
 IDS = [int(i) for i in torch.randint(0, 250, (48,), generator=torch.Generator().manual_seed(3))]
 QKV = "model.layers.*.self_attn.q_proj|k_proj|v_proj"
 

@@ -16,6 +16,7 @@ from octavo.quant.linear import ReferenceMethod
 from octavo.quant.self_test import self_test
 from octavo.testing import tiny_model
 
+pytestmark = pytest.mark.usefixtures("core_kernels")
 CPU = Platform("cpu", "x86_64", frozenset(), 1)
 INT4 = Spec("uint4", (1, 32), has_zeros=True)
 

@@ -46,6 +46,11 @@ class KVFormat(ABC):
     uses_scales: ClassVar[bool] = False
     without_scales: ClassVar[str | None] = None
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "write" in vars(cls) and "encoding" not in vars(cls):  # what it inherits describes another way of writing
+            cls.encoding = KVFormat.encoding  # type: ignore[method-assign]
+
     def __init__(self, geometry: KVGeometry, scales: Sequence[KVScales] = ()) -> None:
         self.geometry, self.scales = geometry, tuple(scales)
 
@@ -79,7 +84,10 @@ class KVFormat(ABC):
         """
 
     def encoding(self, layer: AttentionLayer) -> KVEncoding | None:
-        """What `write` does to numbers, where a backend may do it instead; None where only `write` knows."""
+        """What `write` does to numbers, where a backend may do it instead; None where only `write` knows.
+
+        A subclass that brings its own `write` states this anew, or it is None.
+        """
         return None
 
     def fold(self, layer: AttentionLayer, query: Tensor) -> Tensor:

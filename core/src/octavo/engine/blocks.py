@@ -16,6 +16,17 @@ from collections.abc import Iterable, Sequence
 from octavo.engine.request import Request
 
 
+class _Node:
+    """A published block in the tree of prefixes. Equal to no other node and to no root; `key` is None once it is evicted."""
+
+    __slots__ = ("block", "key", "published_at")
+
+    def __init__(self, key: tuple[object, tuple[int, ...]], block: int, published_at: int) -> None:
+        self.key: tuple[object, tuple[int, ...]] | None = key
+        self.block = block
+        self.published_at = published_at  # value of num_evictions then
+
+
 class BlockPool:
     """Reference counts, free list and prefix cache of `num_blocks` blocks of `block_size` tokens."""
 
@@ -31,10 +42,8 @@ class BlockPool:
         # The free list: entry num_blocks is the sentinel that closes the ring.
         self._next = [*range(1, num_blocks + 1), 0]
         self._prev = [num_blocks, *range(num_blocks)]
-        self._index: dict[tuple[object, tuple[int, ...]], int] = {}
-        self._keys: list[tuple[object, tuple[int, ...]] | None] = [None] * num_blocks
-        self._nodes: list[object] = [None] * num_blocks  # new objects: equal to no other node and no root
-        self._published_at = [0] * num_blocks  # value of num_evictions then
+        self._index: dict[object, _Node] = {}  # by key
+        self._nodes: list[_Node | None] = [None] * num_blocks
 
     @property
     def num_cached(self) -> int:
@@ -49,12 +58,12 @@ class BlockPool:
         """Takes `num` free blocks, each with one reference; the caller has checked `num_free`."""
         assert 0 <= num <= self.num_free
         taken = []
-        after, before, keys, sentinel = self._next, self._prev, self._keys, self.num_blocks
+        after, before, nodes, sentinel = self._next, self._prev, self._nodes, self.num_blocks
         block = after[sentinel]
         for _ in range(num):
-            if (key := keys[block]) is not None:
-                del self._index[key]
-                keys[block] = None
+            if (node := nodes[block]) is not None:
+                del self._index[node.key]
+                node.key = nodes[block] = None  # its children keep the node, but not its whole ancestry
                 self.num_evictions += 1
             self.ref_counts[block] = 1
             taken.append(block)
@@ -69,7 +78,7 @@ class BlockPool:
 
     def holds_contents(self, block: int) -> bool:
         """Whether what was written to a block is still to be relied on: somebody holds it, or the prefix cache does."""
-        return self.ref_counts[block] > 0 or self._keys[block] is not None
+        return self.ref_counts[block] > 0 or self._nodes[block] is not None
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Adds a reference to each block; free ones (cached) leave the free list."""
@@ -80,11 +89,11 @@ class BlockPool:
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drops a reference to each block of one request, last block first, so that prefixes outlive their ends."""
-        counts, keys = self.ref_counts, self._keys
+        counts, nodes = self.ref_counts, self._nodes
         for block in reversed(block_ids):
             counts[block] -= 1
             if counts[block] == 0:
-                if keys[block] is None:
+                if nodes[block] is None:
                     self._link(block, self.num_blocks)
                 else:
                     self._link(block, self._prev[self.num_blocks])
@@ -110,17 +119,17 @@ class BlockPool:
         hits, tokens, size = request.hits, request.token_ids, self.block_size
         if request.hit_evictions != self.num_evictions:
             for i, hit in enumerate(hits):
-                if self._keys[hit] is None or self._published_at[hit] > request.hit_evictions:
+                if (known := self._nodes[hit]) is None or known.published_at > request.hit_evictions:
                     del hits[i:]
                     break
             request.hit_evictions = self.num_evictions
-        node = self._nodes[hits[-1]] if hits else request.cache_root
+        node: object = self._nodes[hits[-1]] if hits else request.cache_root
         for start in range(len(hits) * size, len(tokens) - size, size):
-            block = self._index.get((node, tuple(tokens[start : start + size])))
-            if block is None:
+            found = self._index.get((node, tuple(tokens[start : start + size])))
+            if found is None:
                 break
-            hits.append(block)
-            node = self._nodes[block]
+            hits.append(found.block)
+            node = found
         return hits
 
     def publish(self, request: Request) -> None:
@@ -130,17 +139,19 @@ class BlockPool:
         if not self.enable_prefix_caching:
             request.num_published_blocks = full
             return
+        index, nodes, node = self._index, self._nodes, request.cache_node
         for i in range(request.num_published_blocks, full):
-            block = request.block_ids[i]
-            key = (request.cache_node, tuple(request.token_ids[i * size : (i + 1) * size]))
-            holder = self._index.setdefault(key, block)
-            if holder == block and (known := self._keys[block]) != key:
-                if known is not None:  # published behind a parent that was evicted: found again from here on
-                    del self._index[known]
-                self._keys[block] = key
-                self._nodes[block] = object()
-                self._published_at[block] = self.num_evictions
-            request.cache_node = self._nodes[holder]
+            key = (node, tuple(request.token_ids[i * size : (i + 1) * size]))
+            if (holder := index.get(key)) is None:
+                block = request.block_ids[i]
+                if (
+                    known := nodes[block]
+                ) is not None:  # published behind a parent that was evicted: found again from here on
+                    del index[known.key]
+                    known.key = None
+                index[key] = nodes[block] = holder = _Node(key, block, self.num_evictions)
+            node = holder
+        request.cache_node = node
         request.num_published_blocks = full
 
     def adopt_prefix(self, request: Request, hits: Sequence[int]) -> None:
@@ -155,8 +166,10 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all prefixes; blocks in use stay with their requests."""
+        for node in self._index.values():
+            node.key = None
         self._index.clear()
-        self._keys = [None] * self.num_blocks
+        self._nodes = [None] * self.num_blocks
         self.num_evictions += 1
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
@@ -174,7 +187,9 @@ class BlockPool:
         assert len(free) == len(set(free)) == self.num_free
         assert all(counts[block] == 0 for block in free)
         assert self.num_free + sum(c > 0 for c in counts) == self.num_blocks
-        cached = [self._keys[block] is not None for block in free]
+        cached = [self._nodes[block] is not None for block in free]
         assert cached == sorted(cached), "an uncached block stands behind a cached one"
-        assert all(self._keys[block] == key for key, block in self._index.items())
-        assert len(self._index) == sum(key is not None for key in self._keys), "a block holds a prefix nobody can find"
+        assert all(node.key == key and self._nodes[node.block] is node for key, node in self._index.items())
+        assert len(self._index) == sum(node is not None for node in self._nodes), (
+            "a block holds a prefix nobody can find"
+        )
