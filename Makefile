@@ -9,7 +9,7 @@ TEXT ?=
 plugins := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 projects := core/pyproject.toml $(plugins:%=%/pyproject.toml)
 torch := $(shell grep '^torch==' constraints.txt)
-tools := pytest-xdist pytest-timeout ruff mypy gguf accelerate compressed-tensors
+tools := pytest-xdist pytest-timeout ruff mypy gguf accelerate compressed-tensors matplotlib httpx openai schemathesis
 sources := $(wildcard core/src $(plugins:%=%/src) examples/*/src)
 empty :=
 mypy := MYPYPATH=$(subst $(empty) ,:,$(sources)) $(VENV)/bin/mypy

@@ -28,6 +28,7 @@ READMES = [ROOT / "README.md", ROOT / "core" / "README.md", *(package / "README.
 LAYERS = (
     ("errors", "hookspecs"),
     ("config", "platforms", "product"),
+    ("command",),
     ("quant", "attention"),
     ("plugins",),
     ("model",),
@@ -35,6 +36,7 @@ LAYERS = (
     ("front",),
     ("server",),
     ("cli",),
+    ("entrypoints",),
 )
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 DOORS = ("__init__", "plugins", "builtin")  # they reach every contract, but lazily

@@ -15,6 +15,9 @@ from collections.abc import Iterable, Sequence
 
 from octavo.engine.request import Request
 
+FREE, CACHED, USED, SHARED = range(4)
+"""What a block is: of no use, free but with a known prefix, held once, held by several."""
+
 
 class BlockPool:
     """Reference counts, free list and prefix cache of `num_blocks` blocks of `block_size` tokens."""
@@ -26,6 +29,8 @@ class BlockPool:
         self.num_evictions = 0
         """Cached blocks taken for other use so far; also the clock by which remembered hits are checked."""
         self.ref_counts = [0] * num_blocks
+        self.states = bytearray(num_blocks)
+        """What each block is. It follows from reference counts and prefixes; kept so that a reader copies it at once."""
         self.copies: dict[int, int] = {}
         """Blocks whose contents are also on the host, and where: kept by SwapSpace, forgotten when a block is given out."""
         # The free list: entry num_blocks is the sentinel that closes the ring.
@@ -50,13 +55,14 @@ class BlockPool:
         assert 0 <= num <= self.num_free
         taken = []
         after, before, keys, sentinel = self._next, self._prev, self._keys, self.num_blocks
+        counts, states = self.ref_counts, self.states
         block = after[sentinel]
         for _ in range(num):
             if (key := keys[block]) is not None:
                 del self._index[key]
                 keys[block] = None
                 self.num_evictions += 1
-            self.ref_counts[block] = 1
+            counts[block], states[block] = 1, USED
             taken.append(block)
             block = after[block]
         after[sentinel] = block
@@ -77,19 +83,23 @@ class BlockPool:
             if self.ref_counts[block] == 0:
                 self._unlink(block)
             self.ref_counts[block] += 1
+            self.states[block] = SHARED if self.ref_counts[block] > 1 else USED
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drops a reference to each block of one request, last block first, so that prefixes outlive their ends."""
-        counts, keys = self.ref_counts, self._keys
+        counts, keys, states = self.ref_counts, self._keys, self.states
         for block in reversed(block_ids):
             counts[block] -= 1
             if counts[block] == 0:
                 if keys[block] is None:
+                    states[block] = FREE
                     self._link(block, self.num_blocks)
                 else:
+                    states[block] = CACHED
                     self._link(block, self._prev[self.num_blocks])
             else:
                 assert counts[block] > 0, f"block {block} freed twice"
+                states[block] = SHARED if counts[block] > 1 else USED
 
     def _link(self, block: int, left: int) -> None:
         right = self._next[left]
@@ -157,6 +167,7 @@ class BlockPool:
         """Forgets all prefixes; blocks in use stay with their requests."""
         self._index.clear()
         self._keys = [None] * self.num_blocks
+        self.states = self.states.replace(bytes([CACHED]), bytes([FREE]))
         self.num_evictions += 1
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
@@ -176,5 +187,7 @@ class BlockPool:
         assert self.num_free + sum(c > 0 for c in counts) == self.num_blocks
         cached = [self._keys[block] is not None for block in free]
         assert cached == sorted(cached), "an uncached block stands behind a cached one"
+        known = (key is not None for key in self._keys)
+        assert list(self.states) == [min(c + 1, SHARED) if c else int(k) for c, k in zip(counts, known, strict=True)]
         assert all(self._keys[block] == key for key, block in self._index.items())
         assert len(self._index) == sum(key is not None for key in self._keys), "a block holds a prefix nobody can find"
