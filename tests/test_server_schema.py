@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,40 +34,33 @@ def test_the_schema_lists_what_is_served(server: Running) -> None:
     )
 
 
-def schemathesis(server: Running, cases: int, workers: int = 1) -> str:
-    """Runs the tool on every endpoint, so many cases each; returns what it says if it found a server error."""
+def schemathesis(server: Running, cases: int, phases: str) -> int:
+    """Runs the tool on every endpoint, so many random cases each; returns how many cases there were, all without a 5xx."""
     pytest.importorskip("schemathesis")
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+    schema = server.get("/openapi.json").json()
+    for kind in schema["components"]["schemas"].values():
+        if "model" in kind.get("properties", {}):  # else most random requests end at a model that is not there
+            kind["properties"]["model"] = {"enum": ["tiny"]}
+    folder = Path(server.llm.config.model).parent
+    (folder / "openapi.json").write_text(json.dumps(schema))
     script = "import sys; from schemathesis.cli import schemathesis; sys.argv[0] = 'st'; schemathesis()"
-    command = [sys.executable, "-c", script, "run", f"{server.url}/openapi.json"]
-    command += ["--checks", "not_a_server_error", "--max-examples", str(cases), "--workers", str(workers)]
-    command += [
-        "--seed",
-        "1",
-        "--request-timeout",
-        "60",
-        "--phases",
-        "examples,coverage,fuzzing",
-        "--suppress-health-check",
-        "all",
-    ]
-    environment = {**os.environ, "NO_COLOR": "1"}
-    run = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=Path(server.llm.config.model).parent
-    )
-    assert run.returncode in (0, 1), run.stderr[-3000:]
-    assert "enerated" in run.stdout, run.stdout[-3000:] + run.stderr[-3000:]
-    assert run.returncode == 0, run.stdout[-6000:]
-    return run.stdout
+    command = [sys.executable, "-c", script, "run", "openapi.json", "--url", server.url]
+    command += ["--checks", "not_a_server_error", "--max-examples", str(cases), "--phases", phases]
+    command += ["--seed", "1", "--request-timeout", "60", "--suppress-health-check", "all"]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"}, cwd=folder)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]
+    found = re.search(r"(\d+) generated, (\d+) passed", run.stdout)
+    assert found is not None, run.stdout[-3000:]
+    return int(found[1])
 
 
 def test_no_server_error_in_some_cases(server: Running) -> None:
-    schemathesis(server, 5)
+    assert schemathesis(server, 5, "fuzzing") > 50
 
 
 @pytest.mark.slow
 def test_no_server_error_in_two_thousand_cases(server: Running) -> None:
-    print(schemathesis(server, 300)[-2000:])
+    assert schemathesis(server, 60, "examples,coverage,fuzzing") >= 2000
 
 
 def test_langchain_holds_a_conversation(server: Running) -> None:

@@ -41,6 +41,30 @@ Prompts = Annotated[
 ]
 
 
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Messages = Annotated[
+    list[dict[str, Any]],  # checked by messages.py, which names places
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+                    "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+                },
+                "required": ["role", "content"],
+            },
+        }
+    ),
+]
+
+
 class Lenient(BaseModel):
     """Keeps fields that it does not know in `model_extra`."""
 
@@ -107,7 +131,7 @@ class CompletionRequest(SamplingFields):
 class ChatFields(Lenient):
     """A conversation, and how it becomes a prompt."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -161,7 +185,7 @@ class TokenizeRequest(Lenient):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
