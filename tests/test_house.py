@@ -28,6 +28,7 @@ READMES = [ROOT / "README.md", ROOT / "core" / "README.md", *(package / "README.
 LAYERS = (
     ("errors", "hookspecs"),
     ("config", "platforms", "product"),
+    ("command",),
     ("quant", "attention"),
     ("plugins",),
     ("model",),
@@ -35,11 +36,12 @@ LAYERS = (
     ("front",),
     ("server",),
     ("cli",),
+    ("entrypoints",),
 )
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 DOORS = ("__init__", "plugins", "builtin")  # they reach every contract, but lazily
 MAX_SOURCE_LINES, MAX_TEST_LINES = 400, 600
-MAX_CORE_LINES = 7_760
+MAX_CORE_LINES = 12_750
 
 
 def python_files(*folders: Path) -> list[Path]:

@@ -6,6 +6,7 @@ or is shadowed must never be skipped without a word.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+from structured_support import ToyCompiler, ToyParser
 
-from octavo import DecoderConfig, NoKernelError, Platform, PluginError, QuantConfig, Registry, discover, hookimpl
+from octavo import (
+    Command,
+    DecoderConfig,
+    NoKernelError,
+    Platform,
+    PluginError,
+    QuantConfig,
+    Registry,
+    discover,
+    hookimpl,
+)
 from octavo.attention.kv_format import PlainKV
 from octavo.attention.reference import ReferenceAttention
 from octavo.engine.in_process import InProcessExecutor
@@ -31,7 +43,7 @@ from octavo.quant.weight import FLOAT, LinearLayer, QuantizedWeight, WeightSpec
 
 PLATFORM = Platform("cpu", "x86_64", frozenset(), 1)
 REQUEST = LinearRequest("layer", FLOAT, 8, 8, False, torch.float32, PLATFORM)
-HOOKS = 11
+HOOKS = 14
 llama = ARCHITECTURES["LlamaForCausalLM"]
 
 GOOD = """
@@ -159,6 +171,18 @@ class ToyQuantizer(RoundToNearest):
     name = "toy"
 
 
+class ToyCommand(Command):
+    name = "toy"
+    help = "Say what it was told."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("word", help="What to say.")
+
+    def run(self, options: argparse.Namespace) -> int:
+        print(f"toy says {options.word}")
+        return 3
+
+
 class Everything:
     """A plugin that fills every hook and counts the calls."""
 
@@ -213,6 +237,16 @@ class Everything:
         return [ToyStep]
 
     @hookimpl
+    def octavo_grammar_compilers(self) -> Sequence[type]:
+        self.calls.append("grammars")
+        return [ToyCompiler]
+
+    @hookimpl
+    def octavo_tool_parsers(self) -> Sequence[type]:
+        self.calls.append("tools")
+        return [ToyParser]
+
+    @hookimpl
     def octavo_executors(self) -> Sequence[type]:
         self.calls.append("executors")
         return [ToyExecutor]
@@ -221,6 +255,11 @@ class Everything:
     def octavo_quantizers(self) -> Sequence[type]:
         self.calls.append("quantizers")
         return [ToyQuantizer]
+
+    @hookimpl
+    def octavo_commands(self) -> Sequence[type]:
+        self.calls.append("commands")
+        return [ToyCommand]
 
 
 def test_every_hook_reaches_the_registry(site: Site) -> None:
@@ -239,8 +278,11 @@ def test_every_hook_reaches_the_registry(site: Site) -> None:
     assert registry.kv_formats["toy"] is registry.kv_formats["toy8"] is ToyKV
     assert ToyOps in registry.fused_ops
     assert ToyStep in registry.step_graphs
+    assert registry.grammar_compilers["toy"] is ToyCompiler
+    assert registry.tool_parsers["toy"] is ToyParser
     assert registry.executors["toy"] is ToyExecutor
     assert registry.quantizers["toy"] is ToyQuantizer
+    assert registry.commands["toy"] is ToyCommand
     assert registry.select_linear is not None
     assert sorted(toy.calls) == sorted(set(toy.calls)), "a hook was called twice"
     assert len(toy.calls) == HOOKS - 1, "octavo_select_linear is called for a layer, not before"
@@ -510,8 +552,11 @@ def test_two_owners_of_a_name_are_both_named(site: Site, others: tuple[str, ...]
     ("hook_name", "value", "shared"),
     [
         ("octavo_kv_formats", [ToyKV], "toy"),
+        ("octavo_grammar_compilers", [ToyCompiler], "toy"),
+        ("octavo_tool_parsers", [ToyParser], "toy"),
         ("octavo_executors", [ToyExecutor], "toy"),
         ("octavo_quantizers", [ToyQuantizer], "toy"),
+        ("octavo_commands", [ToyCommand], "toy"),
         ("octavo_architectures", {"LlamaForCausalLM": llama}, "LlamaForCausalLM"),
     ],
 )

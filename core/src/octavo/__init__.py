@@ -34,9 +34,16 @@ if TYPE_CHECKING:
     from octavo.attention.kv_format import KVGeometry as KVGeometry
     from octavo.attention.kv_format import PlainKV as PlainKV
     from octavo.attention.kv_format import zeroed as zeroed
+    from octavo.command import Command as Command
+    from octavo.command import add_engine_settings as add_engine_settings
+    from octavo.command import engine_config as engine_config
     from octavo.config import EngineConfig as EngineConfig
     from octavo.engine.executor import Executor as Executor
     from octavo.engine.executor import ModelInfo as ModelInfo
+    from octavo.engine.grammar import GrammarCompiler as GrammarCompiler
+    from octavo.engine.grammar import GrammarMatcher as GrammarMatcher
+    from octavo.engine.grammar import GrammarSpec as GrammarSpec
+    from octavo.engine.grammar import StructuredOutputsParams as StructuredOutputsParams
     from octavo.engine.sampling_params import SamplingParams as SamplingParams
     from octavo.engine.step import Step as Step
     from octavo.engine.step import StepOutput as StepOutput
@@ -112,12 +119,23 @@ if TYPE_CHECKING:
     from octavo.quant.weight import (
         WeightSpec as WeightSpec,
     )
+    from octavo.server.tools.parser import (
+        ToolDelta as ToolDelta,
+    )
+    from octavo.server.tools.parser import (
+        ToolGolden as ToolGolden,
+    )
+    from octavo.server.tools.parser import (
+        ToolParser as ToolParser,
+    )
 
 _HOMES = {
     "octavo.attention.backend": "AttentionBackend AttentionBatch AttentionLayer AttentionRequest KVEncoding LayerKV",
     "octavo.attention.kv_format": "KVFormat KVGeometry PlainKV zeroed",
+    "octavo.command": "Command add_engine_settings engine_config",
     "octavo.config": "EngineConfig",
     "octavo.engine.executor": "Executor ModelInfo",
+    "octavo.engine.grammar": "GrammarCompiler GrammarMatcher GrammarSpec StructuredOutputsParams",
     "octavo.engine.sampling_params": "SamplingParams",
     "octavo.engine.step": "Step StepOutput TokenLogprobs",
     "octavo.engine.step_graph": "StepGraph",
@@ -140,6 +158,7 @@ _HOMES = {
     "octavo.quant.linear": "LinearMethod LinearRequest",
     "octavo.quant.oracle": "weight_segments",
     "octavo.quant.quantizer": "Quantizer round_to_nearest",
+    "octavo.server.tools.parser": "ToolDelta ToolGolden ToolParser",
     "octavo.quant.weight": "CODES ActivationSpec LinearLayer QuantizedWeight WeightSpec",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -10,6 +10,7 @@ from octavo.hookspecs import API_VERSION, hookimpl
 if TYPE_CHECKING:
     from octavo.attention.backend import AttentionBackend
     from octavo.attention.kv_format import KVFormat
+    from octavo.command import Command
     from octavo.engine.executor import Executor
     from octavo.engine.step_graph import StepGraph
     from octavo.model.architectures import DecoderConfig
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.platforms import Platform
     from octavo.quant.linear import LinearMethod
     from octavo.quant.quantizer import Quantizer
+    from octavo.server.tools.parser import ToolParser
 
 octavo_api = API_VERSION
 
@@ -72,6 +74,14 @@ def octavo_step_graphs(platform: Platform) -> Sequence[type[StepGraph]]:
 
 
 @hookimpl
+def octavo_tool_parsers() -> Sequence[type[ToolParser]]:
+    from octavo.server.tools.hermes import HermesParser
+    from octavo.server.tools.llama import Llama3JSONParser
+
+    return [HermesParser, Llama3JSONParser]
+
+
+@hookimpl
 def octavo_executors() -> Sequence[type[Executor]]:
     from octavo.engine.in_process import InProcessExecutor
 
@@ -83,3 +93,14 @@ def octavo_quantizers() -> Sequence[type[Quantizer]]:
     from octavo.quant.quantizer import RoundToNearest
 
     return [RoundToNearest]
+
+
+@hookimpl
+def octavo_commands() -> Sequence[type[Command]]:
+    from octavo.cli.chat import Chat, Complete
+    from octavo.cli.checkpoints import CheckPlugin, Convert, Doctor, Inspect, Plugins, Quantize
+    from octavo.cli.generate import Generate
+    from octavo.cli.run_batch import RunBatch
+    from octavo.cli.serve import Serve
+
+    return [Generate, Serve, Chat, Complete, RunBatch, Inspect, Doctor, Convert, Quantize, Plugins, CheckPlugin]

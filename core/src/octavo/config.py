@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -109,10 +109,63 @@ LayerMap = Annotated[dict[str, str], BeforeValidator(_layer_map)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
-class EngineConfig(BaseModel):
-    """The settings of one engine. Immutable; unknown names are refused."""
+class Settings(BaseModel):
+    """A group of settings. Immutable; unknown names are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe(error, "setting")) from None
+
+    @classmethod
+    def load(
+        cls,
+        values: Mapping[str, Any],
+        file: str | Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        *,
+        others: Collection[str] = (),
+    ) -> Self:
+        """Merges explicit values, `OCTAVO_*` variables and a YAML file, in this order of precedence.
+
+        `others` are settings of another group, which the variables and the file may hold as well. Raises ConfigError that
+        names the setting and where its value came from.
+        """
+        merged: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        if file is not None:
+            for key, value in _read_yaml(Path(file)).items():
+                name = str(key).replace("-", "_")
+                if name not in others:
+                    merged[name], origin[name] = value, f"file {file}"
+        environ = os.environ if environ is None else environ
+        known = {f"OCTAVO_{name.upper()}": name for name in cls.model_fields}
+        elsewhere = _NOT_SETTINGS.union(f"OCTAVO_{name.upper()}" for name in others)
+        for variable in sorted(v for v in environ if v.startswith("OCTAVO_") and v not in elsewhere):
+            if variable in known:
+                merged[known[variable]] = environ[variable]
+                origin[known[variable]] = f"environment variable {variable}"
+            else:
+                nearest = "".join(f"; did you mean {v}?" for v in get_close_matches(variable, known, n=1))
+                logger.warning("%s is ignored: there is no such setting%s", variable, nearest)
+        for name, value in values.items():
+            merged[name], origin[name] = value, "argument"
+        try:
+            return cls(**merged)
+        except ConfigError as error:
+            cause = error.__context__
+            assert isinstance(cause, ValidationError)
+            # An error of several fields has no place, but says their names.
+            blamed = {name for item in cause.errors() for name in item["loc"][:1] or re.findall(r"\w+", item["msg"])}
+            places = [f"  {name} comes from {place}" for name, place in origin.items() if name in blamed]
+            raise ConfigError("\n".join([str(error), *places])) from None
+
+
+class EngineConfig(Settings):
+    """The settings of one engine."""
 
     model: Text = Field(description="Folder of the model, in Hugging Face layout.")
     tokenizer: Text | None = Field(None, description="Folder of the tokenizer, if it is not the model's.")
@@ -200,6 +253,9 @@ class EngineConfig(BaseModel):
         "costs less than 0.1 % of perplexity. The kernel's name in the table says which.",
     )
     attention_backend: str | None = Field(None, description="Attention kernel. Default: the best that can serve.")
+    structured_outputs_backend: str = Field(
+        "auto", description="What compiles schemas, regexes and grammars. auto: the installed plugin."
+    )
     distributed_executor_backend: str = Field("uni", description="What runs the workers. uni: this process.")
     tensor_parallel_size: int = Field(
         1, ge=1, description="Workers that share each layer.", json_schema_extra={"short": "-tp"}
@@ -212,11 +268,8 @@ class EngineConfig(BaseModel):
     self_test: bool = Field(True, description="Compare each kind of kernel with the reference at start.")
     disable_progress: bool = Field(False, description="Show no progress bars.")
 
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(describe(error, "setting")) from None
+    def __init__(self, **values: Any) -> None:  # type checkers would make one of the fields
+        super().__init__(**values)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -238,44 +291,6 @@ class EngineConfig(BaseModel):
     def online_schemes(self) -> dict[str, str]:
         """`quantize_weights` with the format of `quantization` where it names no scheme."""
         return {pattern: scheme or str(self.quantization) for pattern, scheme in self.quantize_weights.items()}
-
-    @classmethod
-    def load(
-        cls,
-        values: Mapping[str, Any],
-        file: str | Path | None = None,
-        environ: Mapping[str, str] | None = None,
-    ) -> Self:
-        """Merges explicit values, `OCTAVO_*` variables and a YAML file, in this order of precedence.
-
-        Raises ConfigError that names the setting and where its value came from.
-        """
-        merged: dict[str, Any] = {}
-        origin: dict[str, str] = {}
-        if file is not None:
-            for key, value in _read_yaml(Path(file)).items():
-                name = str(key).replace("-", "_")
-                merged[name], origin[name] = value, f"file {file}"
-        environ = os.environ if environ is None else environ
-        known = {f"OCTAVO_{name.upper()}": name for name in cls.model_fields}
-        for variable in sorted(v for v in environ if v.startswith("OCTAVO_") and v not in _NOT_SETTINGS):
-            if variable in known:
-                merged[known[variable]] = environ[variable]
-                origin[known[variable]] = f"environment variable {variable}"
-            else:
-                nearest = "".join(f"; did you mean {v}?" for v in get_close_matches(variable, known, n=1))
-                logger.warning("%s is ignored: there is no such setting%s", variable, nearest)
-        for name, value in values.items():
-            merged[name], origin[name] = value, "argument"
-        try:
-            return cls(**merged)
-        except ConfigError as error:
-            cause = error.__context__
-            assert isinstance(cause, ValidationError)
-            # An error of several fields has no place, but says their names.
-            blamed = {name for item in cause.errors() for name in item["loc"][:1] or re.findall(r"\w+", item["msg"])}
-            places = [f"  {name} comes from {place}" for name, place in origin.items() if name in blamed]
-            raise ConfigError("\n".join([str(error), *places])) from None
 
 
 def _read_yaml(path: Path) -> Mapping[Any, Any]:
@@ -302,7 +317,9 @@ def describe(error: ValidationError, noun: str) -> str:
         elif item["type"] == "missing":
             lines.append(f"{noun} '{name}' is required")
         elif name:
-            lines.append(f"{noun} '{name}': {_lower(item['msg'])}, got {item['input']!r}")
+            given = repr(item["input"])
+            given = given if len(given) <= 200 else f"{given[:200]}..."
+            lines.append(f"{noun} '{name}': {_lower(item['msg'])}, got {given}")
         else:
             lines.append(_lower(item["msg"].removeprefix("Value error, ")))
     return "; ".join(lines)

@@ -17,7 +17,9 @@ import pluggy
 if TYPE_CHECKING:
     from octavo.attention.backend import AttentionBackend
     from octavo.attention.kv_format import KVFormat
+    from octavo.command import Command
     from octavo.engine.executor import Executor
+    from octavo.engine.grammar import GrammarCompiler
     from octavo.engine.step_graph import StepGraph
     from octavo.model.architectures import DecoderConfig
     from octavo.model.checkpoint import CheckpointReader
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from octavo.quant.config import QuantConfig
     from octavo.quant.linear import LinearMethod, LinearRequest
     from octavo.quant.quantizer import Quantizer
+    from octavo.server.tools.parser import ToolParser
 
 hookspec = pluggy.HookspecMarker("octavo")
 hookimpl = pluggy.HookimplMarker("octavo")
@@ -89,6 +92,16 @@ def octavo_step_graphs(platform: Platform) -> Sequence[type[StepGraph]]:
 
 
 @hookspec
+def octavo_grammar_compilers() -> Sequence[type[GrammarCompiler]]:
+    """What holds outputs to a schema, regex or grammar, chosen by `--structured-outputs-backend`. A name has one owner."""
+
+
+@hookspec
+def octavo_tool_parsers() -> Sequence[type[ToolParser]]:
+    """Formats in which models write tool calls, chosen by `--tool-call-parser`. A name has one owner."""
+
+
+@hookspec
 def octavo_executors() -> Sequence[type[Executor]]:
     """Ways to place workers, chosen by `--distributed-executor-backend`. A name has one owner."""
 
@@ -96,3 +109,11 @@ def octavo_executors() -> Sequence[type[Executor]]:
 @hookspec
 def octavo_quantizers() -> Sequence[type[Quantizer]]:
     """Algorithms that turn float weights into quantised ones. A name has one owner."""
+
+
+# --- the command line
+
+
+@hookspec
+def octavo_commands() -> Sequence[type[Command]]:
+    """Commands of `octavo`, listed in its help without importing anything heavy. A name has one owner, core's included."""

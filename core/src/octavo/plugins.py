@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,9 @@ from octavo.errors import PluginError
 if TYPE_CHECKING:
     from octavo.attention.backend import AttentionBackend
     from octavo.attention.kv_format import KVFormat
+    from octavo.command import Command
     from octavo.engine.executor import Executor
+    from octavo.engine.grammar import GrammarCompiler
     from octavo.engine.step_graph import StepGraph
     from octavo.model.architectures import DecoderConfig
     from octavo.model.checkpoint import CheckpointReader
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from octavo.quant.config import QuantConfig
     from octavo.quant.linear import LinearMethod, SelectHook
     from octavo.quant.quantizer import Quantizer
+    from octavo.server.tools.parser import ToolParser
 
 GROUP = "octavo"
 logger = logging.getLogger(__name__)
@@ -70,8 +73,11 @@ class Registry:
     kv_formats: Mapping[str, type[KVFormat]] = field(default_factory=dict)
     fused_ops: tuple[type[FusedOps], ...] = ()
     step_graphs: tuple[type[StepGraph], ...] = ()
+    grammar_compilers: Mapping[str, type[GrammarCompiler]] = field(default_factory=dict)
+    tool_parsers: Mapping[str, type[ToolParser]] = field(default_factory=dict)
     executors: Mapping[str, type[Executor]] = field(default_factory=dict)
     quantizers: Mapping[str, type[Quantizer]] = field(default_factory=dict)
+    commands: Mapping[str, type[Command]] = field(default_factory=dict)
     select_linear: SelectHook | None = None
 
     @property
@@ -108,8 +114,9 @@ def discover(
     strict: bool = False,
     required: Sequence[str] = (),
     entry_points: Iterable[EntryPoint] | None = None,
+    only: Collection[str] | None = None,
 ) -> Registry:
-    """Loads all plugins and asks each for its contributions.
+    """Loads all plugins and asks each for its contributions; `only` names the hooks to call, where not all are wanted.
 
     Raises PluginError for a plugin that is `required` but missing, disabled or failed; with `strict`, for any failure; for an
     unknown name in `disable`; and for two plugins that own one name.
@@ -118,7 +125,7 @@ def discover(
     if unknown := set(disable) - {p.name for p in points}:
         found = ", ".join(p.name for p in points)
         raise PluginError(f"cannot disable unknown plugin(s) {', '.join(sorted(unknown))}; installed: {found}")
-    loader = _Loader(platform)
+    loader = _Loader(platform, only)
     for point in points:
         loader.load(point, disabled=point.name in disable)
     registry = loader.registry()
@@ -133,8 +140,8 @@ def discover(
 
 
 class _Loader:
-    def __init__(self, platform: Platform) -> None:
-        self.platform = platform
+    def __init__(self, platform: Platform, only: Collection[str] | None = None) -> None:
+        self.platform, self.only = platform, only
         self.manager = pluggy.PluginManager(GROUP)
         self.manager.add_hookspecs(hookspecs)
         self.specs = [name for name in vars(hookspecs) if name.startswith("octavo_")]
@@ -159,7 +166,8 @@ class _Loader:
                 raise PluginError(f"is the same object as plugin '{other}'")
             self.manager.register(plugin, name=point.name)
             hooks = self._hooks_of(plugin)
-            self.contributions[point.name] = {hook: self._call(point.name, hook) for hook in hooks}
+            wanted = [hook for hook in hooks if self.only is None or hook in self.only]
+            self.contributions[point.name] = {hook: self._call(point.name, hook) for hook in wanted}
             self.plugins.append(info(hooks=hooks))
         except (Exception, SystemExit) as error:
             if self.manager.has_plugin(point.name):
@@ -211,8 +219,11 @@ class _Loader:
             kv_formats=self._owned("octavo_kv_formats"),
             fused_ops=many("octavo_fused_ops"),
             step_graphs=many("octavo_step_graphs"),
+            grammar_compilers=self._owned("octavo_grammar_compilers"),
+            tool_parsers=self._owned("octavo_tool_parsers"),
             executors=self._owned("octavo_executors"),
             quantizers=self._owned("octavo_quantizers"),
+            commands=self._owned("octavo_commands"),
             select_linear=self._select_linear if has_selector else None,
             _contributions=MappingProxyType(self.contributions),
         )
@@ -292,24 +303,22 @@ def _check_class(item: Any, contract: type, hook: str) -> None:
 
 
 def _contract(hook: str) -> type:
-    from octavo.attention.backend import AttentionBackend
-    from octavo.attention.kv_format import KVFormat
-    from octavo.engine.executor import Executor
-    from octavo.engine.step_graph import StepGraph
-    from octavo.model.checkpoint import CheckpointReader
-    from octavo.model.ops import FusedOps
-    from octavo.quant.config import QuantConfig
-    from octavo.quant.linear import LinearMethod
-    from octavo.quant.quantizer import Quantizer
+    """The class that a hook's contributions derive from; only its own module is imported."""
+    module, _, name = _CONTRACTS[hook].rpartition(".")
+    return getattr(import_module(f"octavo.{module}"), name)  # type: ignore[no-any-return]
 
-    return {
-        "octavo_checkpoint_readers": CheckpointReader,
-        "octavo_quant_configs": QuantConfig,
-        "octavo_linear_methods": LinearMethod,
-        "octavo_attention_backends": AttentionBackend,
-        "octavo_kv_formats": KVFormat,
-        "octavo_fused_ops": FusedOps,
-        "octavo_step_graphs": StepGraph,
-        "octavo_executors": Executor,
-        "octavo_quantizers": Quantizer,
-    }[hook]
+
+_CONTRACTS = {
+    "octavo_checkpoint_readers": "model.checkpoint.CheckpointReader",
+    "octavo_quant_configs": "quant.config.QuantConfig",
+    "octavo_linear_methods": "quant.linear.LinearMethod",
+    "octavo_attention_backends": "attention.backend.AttentionBackend",
+    "octavo_kv_formats": "attention.kv_format.KVFormat",
+    "octavo_fused_ops": "model.ops.FusedOps",
+    "octavo_step_graphs": "engine.step_graph.StepGraph",
+    "octavo_grammar_compilers": "engine.grammar.GrammarCompiler",
+    "octavo_tool_parsers": "server.tools.parser.ToolParser",
+    "octavo_executors": "engine.executor.Executor",
+    "octavo_quantizers": "quant.quantizer.Quantizer",
+    "octavo_commands": "command.Command",
+}

@@ -15,6 +15,9 @@ from collections.abc import Iterable, Sequence
 
 from octavo.engine.request import Request
 
+FREE, CACHED, USED, SHARED = range(4)
+"""What a block is: of no use, free but with a known prefix, held once, held by several."""
+
 
 class _Node:
     """A published block in the tree of prefixes. Equal to no other node and to no root; `key` is None once it is evicted."""
@@ -37,6 +40,8 @@ class BlockPool:
         self.num_evictions = 0
         """Cached blocks taken for other use so far; also the clock by which remembered hits are checked."""
         self.ref_counts = [0] * num_blocks
+        self.states = bytearray(num_blocks)
+        """What each block is. It follows from reference counts and prefixes; kept so that a reader copies it at once."""
         self.copies: dict[int, int] = {}
         """Blocks whose contents are also on the host, and where: kept by SwapSpace, forgotten when a block is given out."""
         # The free list: entry num_blocks is the sentinel that closes the ring.
@@ -59,13 +64,14 @@ class BlockPool:
         assert 0 <= num <= self.num_free
         taken = []
         after, before, nodes, sentinel = self._next, self._prev, self._nodes, self.num_blocks
+        counts, states = self.ref_counts, self.states
         block = after[sentinel]
         for _ in range(num):
             if (node := nodes[block]) is not None:
                 del self._index[node.key]
                 node.key = nodes[block] = None  # its children keep the node, but not its whole ancestry
                 self.num_evictions += 1
-            self.ref_counts[block] = 1
+            counts[block], states[block] = 1, USED
             taken.append(block)
             block = after[block]
         after[sentinel] = block
@@ -86,19 +92,23 @@ class BlockPool:
             if self.ref_counts[block] == 0:
                 self._unlink(block)
             self.ref_counts[block] += 1
+            self.states[block] = SHARED if self.ref_counts[block] > 1 else USED
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drops a reference to each block of one request, last block first, so that prefixes outlive their ends."""
-        counts, nodes = self.ref_counts, self._nodes
+        counts, nodes, states = self.ref_counts, self._nodes, self.states
         for block in reversed(block_ids):
             counts[block] -= 1
             if counts[block] == 0:
                 if nodes[block] is None:
+                    states[block] = FREE
                     self._link(block, self.num_blocks)
                 else:
+                    states[block] = CACHED
                     self._link(block, self._prev[self.num_blocks])
             else:
                 assert counts[block] > 0, f"block {block} freed twice"
+                states[block] = SHARED if counts[block] > 1 else USED
 
     def _link(self, block: int, left: int) -> None:
         right = self._next[left]
@@ -170,6 +180,7 @@ class BlockPool:
             node.key = None
         self._index.clear()
         self._nodes = [None] * self.num_blocks
+        self.states = self.states.replace(bytes([CACHED]), bytes([FREE]))
         self.num_evictions += 1
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
@@ -189,6 +200,8 @@ class BlockPool:
         assert self.num_free + sum(c > 0 for c in counts) == self.num_blocks
         cached = [self._nodes[block] is not None for block in free]
         assert cached == sorted(cached), "an uncached block stands behind a cached one"
+        known = (node is not None for node in self._nodes)
+        assert list(self.states) == [min(c + 1, SHARED) if c else int(k) for c, k in zip(counts, known, strict=True)]
         assert all(node.key == key and self._nodes[node.block] is node for key, node in self._index.items())
         assert len(self._index) == sum(node is not None for node in self._nodes), (
             "a block holds a prefix nobody can find"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from octavo.config import EngineConfig
 from octavo.engine.executor import Executor
+from octavo.engine.grammar import GrammarMatcher, GrammarState
 from octavo.engine.request import Request
 from octavo.engine.sampling_params import SamplingParams
 from octavo.engine.scheduler import Scheduler
@@ -38,13 +39,14 @@ class SequenceUpdate:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    first_scheduled_time: float | None = None
 
 
 class Engine:
     """Scheduler and executor, and the step between them."""
 
     def __init__(self, config: EngineConfig, registry: Registry, executor: Executor | None = None) -> None:
-        self.config = config
+        self.config, self.registry = config, registry
         if executor is None:
             name = config.distributed_executor_backend
             if name not in registry.executors:
@@ -78,19 +80,28 @@ class Engine:
         stop_token_ids: Collection[int] = (),
         bad_word_ids: Sequence[Sequence[int]] = (),
         cache_salt: str | None = None,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         """Queues a request, validated against the model; raises RequestError and leaves the engine as it was.
 
         `end_token_ids` are ends that the tokenizer knows of, in addition to the model's own; `stop_token_ids` end the request
         even with `ignore_eos`, in addition to those of `params`. Requests of different `cache_salt` share no cached prefix, so
-        that nobody learns from the time of an answer what others have sent.
+        that nobody learns from the time of an answer what others have sent. `grammar` is what `params.structured_outputs` was
+        compiled to; it becomes the request's own.
         """
         self._validate(prompt_token_ids, params)
         if type(priority) is not int:
             raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
         num_prompt = len(prompt_token_ids)
         known = self.model_info.end_token_ids | {t for t in end_token_ids if t < self.model_info.vocab_size}
-        ends = frozenset() if params.ignore_eos else known
+        ends = frozenset() if params.ignore_eos and grammar is None else known
+        if grammar is None and params.structured_outputs is not None:
+            raise RequestError("structured_outputs must be compiled first", param="structured_outputs")
+        if grammar is not None and not known:
+            raise RequestError(
+                "structured outputs need an end token, and neither model nor tokenizer has one",
+                param="structured_outputs",
+            )
         special = frozenset(t for t in stop_token_ids if t < self.model_info.vocab_size)
         stretched = self.model_info.stretches_beyond is not None and num_prompt > self.model_info.stretches_beyond
         limit = self.model_info.max_model_len
@@ -106,6 +117,7 @@ class Engine:
             bad_word_ids=bad_word_ids,
             seed=self.config.seed * 1_000_003 + self._num_added if params.seed is None else params.seed,
             cache_root=(cache_salt, num_prompt if stretched else None),
+            grammar=None if grammar is None else GrammarState(grammar, known),
         )
         self.scheduler.add(request)
         self._num_added += 1
@@ -182,6 +194,7 @@ class Engine:
                     finish_reason=sequence.finish_reason,
                     stop_reason=sequence.stop_reason,
                     num_cached_tokens=sequence.num_cached_tokens or 0,
+                    first_scheduled_time=sequence.first_scheduled_time,
                 )
                 if j == 0:
                     update.prompt_logprobs = output.prompt_logprobs.get(i)

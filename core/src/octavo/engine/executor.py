@@ -25,6 +25,9 @@ class ModelInfo:
     stretches_beyond: int | None = None  # prompts longer than this have K that depends on the prompt's length
     linears: tuple[LinearReport, ...] = ()  # the kernel table
     attention: str = ""  # the attention backend
+    quantization: str = ""  # the format of the checkpoint; empty where it is not quantised
+    dtype: str = ""  # what is computed in
+    kv_cache_dtype: str = ""  # how K and V are stored
     bytes_per_block: int = 0  # that move when a KV block is copied to or from the host, on all workers together
     sliding_window: int | None = None  # where all layers have one: the widest. What lies before it is never read again
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
+from heapq import nsmallest
 from itertools import count
 
 from octavo.engine.blocks import BlockPool
@@ -43,6 +44,7 @@ class Ledger:
         self.by_priority = by_priority
         self.running: list[Request] = []  # in order: the last is the first to be preempted
         self.stats = SchedulerStats()
+        self.last_step = Step()
         self.num_swapped = 0
         self._queue = WaitingQueue(self._order)
         self._requests: dict[str, Request] = {}
@@ -73,6 +75,15 @@ class Ledger:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
+
+    def snapshot(self) -> list[Request]:
+        """All unfinished requests, copied at once: for other threads."""
+        return list(self._requests.values())
+
+    def first_waiting(self, most: int) -> list[Request]:
+        """The first that wait or are swapped, in order. May be called from other threads."""
+        waits = [r for r in self.snapshot() if r.status is Status.WAITING or r.status is Status.SWAPPED]
+        return nsmallest(most, waits, key=self._order)
 
     def get(self, request_id: str) -> Request | None:
         """An unfinished request."""
@@ -182,7 +193,9 @@ class Ledger:
         return children
 
     def _end_if_due(self, request: Request, token: int) -> bool:
-        if token in request.end_token_ids and request.num_output_tokens > request.min_tokens:
+        # a grammar forbids ends that come too early, as far as it can
+        due = request.num_output_tokens > request.min_tokens or request.grammar is not None
+        if token in request.end_token_ids and due:
             self._end(request, "stop", token if token in request.params.stop_token_ids else None)
             return True
         if len(request.token_ids) >= request.limit_tokens:

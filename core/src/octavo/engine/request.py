@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from octavo.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.engine.grammar import GrammarState
 
 
 class Status(IntEnum):
@@ -35,6 +39,8 @@ class Request:
         "cache_root",
         "end_token_ids",
         "finish_reason",
+        "first_scheduled_time",
+        "grammar",
         "hit_evictions",
         "hits",
         "host_block_ids",
@@ -72,6 +78,7 @@ class Request:
         bad_word_ids: Sequence[Sequence[int]] = (),
         seed: int = 0,
         cache_root: object = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.request_id = request_id
         self.parent_id = request_id
@@ -84,6 +91,7 @@ class Request:
         self.end_token_ids = end_token_ids
         self.arrival = 0  # order of arrival, set by the scheduler
         self.priority = priority
+        self.grammar = grammar  # what the output must be, and how far it is; brought up to `token_ids` before each use
         self.bad_word_ids = bad_word_ids  # token sequences that may not be completed
         self.seed = seed  # random numbers are a function of (seed, position, sequence_index): no state to rewind
         self.status = Status.WAITING
@@ -93,6 +101,7 @@ class Request:
         self.num_preemptions = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None  # prefix hit at first admission
+        self.first_scheduled_time: float | None = None  # of time.monotonic(), at first admission
         self.block_ids: list[int] = []
         self.num_dropped_blocks = 0
         self.host_block_ids: list[int] = []  # of a swapped request: those behind the dropped ones, as far as computed
@@ -137,6 +146,7 @@ class Request:
             bad_word_ids=self.bad_word_ids,
             seed=self.seed,
             cache_root=self.cache_root,
+            grammar=None if self.grammar is None else self.grammar.fork(),
         )
         child.parent_id = self.parent_id
         child.arrival = self.arrival
@@ -146,6 +156,7 @@ class Request:
         child.num_computed_tokens = self.num_computed_tokens
         child.num_dropped_blocks = self.num_dropped_blocks
         child.num_cached_tokens = self.num_cached_tokens
+        child.first_scheduled_time = self.first_scheduled_time
         child.cache_node = self.cache_node
         child.num_published_blocks = self.num_published_blocks
         return child

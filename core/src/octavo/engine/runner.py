@@ -73,6 +73,9 @@ class Runner:
             stretches_beyond=decoder.rope.original_max_positions if decoder.rope.needs_prompt_lens else None,
             linears=tuple(self.loaded.linears),
             attention=str(attention),
+            quantization=plan.quant.name if plan.quant else "",
+            dtype=str(plan.dtype).removeprefix("torch."),
+            kv_cache_dtype=self.kv_plan.format,
             bytes_per_block=per_block,
             sliding_window=widest_window(layers),
         )

@@ -109,10 +109,15 @@ class Sampler:
     def _alter(self, row: Tensor, request: Request) -> None:
         """Applies to `row` (vocab,) in place, in the documented order, what comes before the temperature."""
         params, output = request.params, request.output_token_ids
+        early_ends = request.end_token_ids
+        if request.grammar is not None:
+            allowed = torch.from_numpy(request.grammar.allowed(request, self.vocab_size)).to(row.device)
+            row[: self.vocab_size].masked_fill_(~allowed, -torch.inf)
+            early_ends -= request.grammar.end_token_ids  # those are possible where nothing else is
         if params.allowed_token_ids is not None:
             allowed = self._index(params.allowed_token_ids, row.device)
             row[torch.ones_like(row, dtype=torch.bool).index_fill_(0, allowed, False)] = -torch.inf
-        forbidden = list(request.end_token_ids) if len(output) < request.min_tokens else []
+        forbidden = list(early_ends) if len(output) < request.min_tokens else []
         for *start, last in filter(None, request.bad_word_ids):
             if output[len(output) - len(start) :] == start:
                 forbidden.append(last)
@@ -163,6 +168,7 @@ def _alters(request: Request) -> bool:
     params = request.params
     added = (params.logit_bias, params.frequency_penalty, params.presence_penalty, params.repetition_penalty != 1)
     masked = (
+        request.grammar is not None,
         params.allowed_token_ids is not None,
         request.bad_word_ids,
         request.num_output_tokens < request.min_tokens,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from octavo.config import describe
+from octavo.engine.grammar import StructuredOutputsParams
 from octavo.errors import RequestError
 
 GREEDY_BELOW = 1e-5
@@ -19,6 +21,15 @@ def _listed(value: Any) -> Any:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
+def _json(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {error}") from None
+    return value
+
+
 Strings = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Ids = Annotated[tuple[int, ...], BeforeValidator(lambda value: () if value is None else value)]
 
@@ -26,8 +37,9 @@ Ids = Annotated[tuple[int, ...], BeforeValidator(lambda value: () if value is No
 class SamplingParams(BaseModel):
     """How to sample one request; names and meanings are vLLM's. Immutable. Raises RequestError on anything unusable.
 
-    Order of effects: allowed ids and bad words, min_tokens, logit_bias, repetition penalty (prompt and output), frequency and
-    presence penalties (output only), temperature, top_k, top_p, min_p. `logprobs` are of the raw logits, before all this.
+    Order of effects: structured outputs, allowed ids and bad words, min_tokens, logit_bias, repetition penalty (prompt and
+    output), frequency and presence penalties (output only), temperature, top_k, top_p, min_p. `logprobs` are of the raw logits,
+    before all this.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
@@ -55,6 +67,10 @@ class SamplingParams(BaseModel):
     logit_bias: dict[int, float] = Field({}, description="Added to the logits of token ids, clamped to [-100, 100].")
     allowed_token_ids: Ids | None = Field(None, description="The only token ids that may be chosen.")
     bad_words: Strings = Field((), description="Words that may not appear.")
+    structured_outputs: Annotated[StructuredOutputsParams | None, BeforeValidator(_json)] = Field(
+        None,
+        description='What the output must be, as JSON: {"regex": "[0-9]+"}, or json, choice, grammar, json_object.',
+    )
 
     def __init__(self, **values: Any) -> None:
         try:

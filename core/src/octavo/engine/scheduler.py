@@ -23,6 +23,7 @@ Both calls together cost about half a microsecond for each running request, what
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 from octavo.engine.ledger import Ledger
@@ -68,6 +69,7 @@ class Scheduler(Ledger):
         if step.swap_out or step.swap_in:
             self.stats.blocks_swapped_out += len(step.swap_out)
             self.stats.blocks_swapped_in += len(step.swap_in)
+        self.last_step = step
         self.stats.num_steps += bool(requests)
         self.stats.num_scheduled_tokens += step.total_tokens
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_blocks - self.pool.num_free)
@@ -160,6 +162,7 @@ class Scheduler(Ledger):
             self._drop(request)
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed_tokens
+                request.first_scheduled_time = time.monotonic()
         request.status = Status.RUNNING
         self._pending_forks += request.num_pending_forks
         self._insert(request)

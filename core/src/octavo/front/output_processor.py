@@ -11,6 +11,7 @@ from octavo.engine.engine import Engine, SequenceUpdate
 from octavo.engine.sampling_params import SamplingParams
 from octavo.engine.step import TokenLogprobs
 from octavo.front.detokenizer import Detokenizer
+from octavo.front.grammars import Grammars
 from octavo.front.outputs import CompletionOutput, Logprob, LogprobsByToken, RequestMetrics, RequestOutput
 from octavo.front.stop_strings import StopChecker
 from octavo.front.tokenizer import Tokenizer
@@ -52,6 +53,13 @@ class OutputProcessor:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine, self.tokenizer = engine, tokenizer
+        self.grammars = Grammars(
+            engine.registry.grammar_compilers,
+            tokenizer,
+            engine.model_info.vocab_size,
+            engine.config.structured_outputs_backend,
+            engine.registry.failure_notes(),
+        )
         self._tracked: dict[str, _Tracked] = {}
 
     def add_request(
@@ -63,8 +71,15 @@ class OutputProcessor:
         priority: int = 0,
         *,
         cache_salt: str | None = None,
-    ) -> None:
-        """Hands a request to the engine; raises RequestError and keeps nothing where it is refused."""
+        arrival_time: float | None = None,
+    ) -> RequestOutput:
+        """Hands a request to the engine and returns its output, which fills up step by step.
+
+        Raises RequestError and keeps nothing where it is refused. `arrival_time` is when the user sent it, of
+        `time.monotonic()`; without it, now.
+        """
+        structured = params.structured_outputs
+        grammar = None if structured is None else self.grammars.compile(structured)
         special = {s: self.tokenizer.special_id(s) for s in params.stop}
         special_stops = {token: text for text, token in special.items() if token is not None}
         self.engine.add_request(
@@ -76,13 +91,14 @@ class OutputProcessor:
             stop_token_ids=special_stops,
             bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words),
             cache_salt=cache_salt,
+            grammar=grammar,
         )
         output = RequestOutput(
             request_id,
             prompt,
             prompt_token_ids,
             [],
-            RequestMetrics(time.monotonic()),
+            RequestMetrics(time.monotonic() if arrival_time is None else arrival_time),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         tracked = self._tracked[request_id] = _Tracked(params, output, special_stops)
@@ -99,6 +115,7 @@ class OutputProcessor:
                     StopChecker(params.stop, params.include_stop_str_in_output),
                 )
             )
+        return output
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its outputs so far stand, with finish reason "abort"."""
@@ -116,12 +133,14 @@ class OutputProcessor:
         A request fails as a whole: where one of its sequences does, or where its tokens cannot be turned into text.
         """
         deltas: list[TextDelta] = []
-        for update in self.engine.step():
+        updates = self.engine.step()
+        now = time.monotonic()
+        for update in updates:
             if (tracked := self._tracked.get(update.request_id)) is None:
                 continue
             failure = update.stop_reason if update.finish_reason == "error" else None
             try:
-                deltas += self._apply(tracked, update)
+                deltas += self._apply(tracked, update, now)
             except Exception as error:  # tokenizers raise what they like
                 logger.exception("request %s: its tokens cannot be turned into text; it is ended", update.request_id)
                 failure = f"{type(error).__name__}: {error}"
@@ -145,7 +164,7 @@ class OutputProcessor:
             completion.finish_reason, completion.stop_reason = reason, stop_reason
         return [TextDelta(output, completion.index, "", True) for completion in ended]
 
-    def _apply(self, tracked: _Tracked, update: SequenceUpdate) -> list[TextDelta]:
+    def _apply(self, tracked: _Tracked, update: SequenceUpdate, now: float) -> list[TextDelta]:
         """Books what one step did for one sequence; returns one delta, or none where no token came."""
         output, params = tracked.output, tracked.params
         sequence = tracked.sequences[update.sequence_index]
@@ -160,8 +179,10 @@ class OutputProcessor:
             return []
         text, matched = "", None
         if update.token_id >= 0:
-            if output.metrics.first_token_time is None:
-                output.metrics.first_token_time = time.monotonic()
+            metrics = output.metrics
+            if metrics.first_token_time is None:
+                metrics.first_token_time, metrics.first_scheduled_time = now, update.first_scheduled_time
+            metrics.last_token_time = now
             completion.token_ids.append(update.token_id)
             if update.logprobs is not None and completion.logprobs is not None:
                 completion.logprobs.append(self._named(update.logprobs))

@@ -62,7 +62,7 @@ def print_plan(
     columns = (Column("layer", overflow="fold"), "scheme", "kernel", "MiB in file", "why not a better one")
     table = Table(*columns, box=None, pad_edge=False)
     reasons: dict[tuple[str, str], int] = {}
-    for label, reports in _rows(plan.linears, every_layer):
+    for label, reports in kernel_rows(plan.linears, every_layer):
         first = reports[0]
         size = sum(r.num_bytes for r in reports) / 2**20
         table.add_row(label, first.spec, first.kernel, f"{size:.2f}", _marks(reasons, first.refusals, first.note))
@@ -85,7 +85,7 @@ def _marks(reasons: dict[tuple[str, str], int], refusals: Sequence[tuple[str, st
     return "; ".join([*([note] if note else []), *([" ".join(marks)] if marks else [])]) or "-"
 
 
-def _rows(linears: list[LinearReport], every_layer: bool) -> list[tuple[str, list[LinearReport]]]:
+def kernel_rows(linears: Sequence[LinearReport], every_layer: bool = False) -> list[tuple[str, list[LinearReport]]]:
     """Table rows: layers that differ by their number only share one, unless every layer is wanted."""
     if every_layer:
         return [(r.layer, [r]) for r in linears]

@@ -59,23 +59,37 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """The ids of a conversation, by the model's template (sandboxed), ready for the answer. Adds no further specials.
 
-        Raises RequestError where the model has no template, or with the template's own words where it refuses.
+        Raises as `render` does.
         """
-        if self.hf_tokenizer.chat_template is None:
+        return self.encode_plain(self.render(messages, **options), "messages")
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any) -> str:
+        """The text of a conversation, by `chat_template` or else the model's.
+
+        Raises RequestError where there is no template, or with the template's own words where it refuses.
+        """
+        if chat_template is None and self.hf_tokenizer.chat_template is None:
             raise RequestError(
-                f"the model has no chat template ({self._path} has neither chat_template.jinja nor one in "
-                "tokenizer_config.json); send a plain prompt instead",
+                f"the model has no chat template ({self._path.name} has neither chat_template.jinja nor one in "
+                "tokenizer_config.json); send a plain prompt instead, or start the server with --chat-template",
                 param="messages",
             )
         try:
-            text = self.hf_tokenizer.apply_chat_template(
-                [_plain(m) for m in messages], **{"add_generation_prompt": True, **options, "tokenize": False}
+            return str(
+                self.hf_tokenizer.apply_chat_template(
+                    [_plain(m) for m in messages],
+                    **{
+                        "add_generation_prompt": True,
+                        **options,
+                        "chat_template": chat_template,
+                        "tokenize": False,
+                    },
+                )
             )
         except RequestError:
             raise
         except Exception as error:  # templates raise what they like
             raise RequestError(f"the chat template refuses the messages: {error}", param="messages") from None
-        return self.encode_plain(text, "messages")
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences that spell each word, at the start of a text and after a space."""

@@ -13,20 +13,26 @@ if find_spec("pytest") is None:
 
 from octavo.testing.attention import AttentionBackendSuite
 from octavo.testing.check import failures_of, run_suites, suites_for
+from octavo.testing.commands import CommandSuite
+from octavo.testing.grammar import GrammarCompilerSuite
 from octavo.testing.kv_format import KVFormatSuite
 from octavo.testing.linear import LinearMethodSuite
 from octavo.testing.models import tiny_config, tiny_model, tiny_tokenizer
 from octavo.testing.paging import hostile
 from octavo.testing.quant import QuantConfigSuite
 from octavo.testing.scripted import ScriptedModel
+from octavo.testing.tools import ToolParserSuite
 from octavo.testing.weights import random_weight
 
 __all__ = [
     "AttentionBackendSuite",
+    "CommandSuite",
+    "GrammarCompilerSuite",
     "KVFormatSuite",
     "LinearMethodSuite",
     "QuantConfigSuite",
     "ScriptedModel",
+    "ToolParserSuite",
     "failures_of",
     "hostile",
     "random_weight",

@@ -16,22 +16,28 @@ import pytest
 
 from octavo.plugins import Registry
 from octavo.testing.attention import AttentionBackendSuite
+from octavo.testing.commands import CommandSuite
+from octavo.testing.grammar import GrammarCompilerSuite
 from octavo.testing.kv_format import KVFormatSuite
 from octavo.testing.linear import LinearMethodSuite
 from octavo.testing.quant import QuantConfigSuite
 from octavo.testing.suite import Suite
+from octavo.testing.tools import ToolParserSuite
 
 _SUITES: Mapping[str, tuple[type[Suite], str]] = {
     "octavo_quant_configs": (QuantConfigSuite, "config"),
     "octavo_linear_methods": (LinearMethodSuite, "method"),
     "octavo_attention_backends": (AttentionBackendSuite, "backend"),
     "octavo_kv_formats": (KVFormatSuite, "format"),
+    "octavo_commands": (CommandSuite, "command"),
+    "octavo_grammar_compilers": (GrammarCompilerSuite, "compiler"),
+    "octavo_tool_parsers": (ToolParserSuite, "parser"),
 }
 _MODULE = "octavo_suites_under_check"
 
 
 def suites_for(registry: Registry, plugin_name: str) -> dict[str, type]:
-    """A test class, by name, for each quant config, linear method, attention backend and KV format of a plugin.
+    """A test class, by name, for each contribution of a plugin that there is a suite for.
 
     Raises PluginError where no plugin of that name is loaded. Empty for a plugin that brings none of these.
     """
@@ -53,7 +59,7 @@ def run_suites(suites: Mapping[str, type], verbose: bool = False, extra_args: Se
     `verbose` shows each test; failures are always shown. Without any suite there is nothing to prove: the code is pytest's 5.
     """
     if not suites:
-        print("nothing to check: no quant config, linear method, attention backend or KV format")
+        print("nothing to check: the plugin brings nothing that there is a suite for")
         return int(pytest.ExitCode.NO_TESTS_COLLECTED)
     tally = _Tally()
     code = _run(suites, [tally], ["-v" if verbose else "-q", *extra_args])
