@@ -117,7 +117,7 @@ class ScriptedExecutor(Executor):
 def state(engine: Engine) -> State:
     stats, pool = engine.stats(), engine.scheduler.pool
     used = stats.num_blocks - stats.num_free_blocks
-    in_use = sum(pool.ref_counts[block] > 0 for _, block in pool._index.items())
+    in_use = sum(pool.ref_counts[node.block] > 0 for node in pool._index.values())
     cached = stats.num_cached_blocks - in_use
     return State(
         used=used,
