@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import re
 import statistics
@@ -81,6 +82,7 @@ async def client(
 def clients(url: str, name: str, number: int, seconds: float, seed: int, ready: Any, results: Any) -> None:
     """A process of clients; says when it begins, and its counts at the end, if nobody kills it before."""
     seen: Counter[str] = Counter()
+    os.nice(10)  # they are on the server's machine: what they take is not what is measured
 
     async def together() -> None:
         async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as http:

@@ -29,7 +29,7 @@ from octavo.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.001
 """The engine's thread hands the interpreter over this often at most: at Python's 5 ms the event loop waits too long for it."""
 _LAST_WORDS_S = 5
 """After the time to drain is up, streams have this long to send their last event."""
