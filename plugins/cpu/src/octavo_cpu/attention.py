@@ -11,6 +11,9 @@ from torch import Tensor
 from octavo import AttentionBackend, AttentionBatch, AttentionLayer, AttentionRequest, KVEncoding, LayerKV
 from octavo_cpu.native import STORAGE, native, result, rows_of, why_not
 
+_MOST_HEAD_DIM = 256
+"""As csrc/attention_units.h has it."""
+
 
 @dataclass(slots=True)
 class Plan:
@@ -42,7 +45,13 @@ class NativeAttention(AttentionBackend):
 
     @classmethod
     def why_not(cls, request: AttentionRequest) -> str | None:
-        return why_not(request.platform, request.dtype)
+        if (reason := why_not(request.platform, request.dtype)) is not None:
+            return reason
+        if (widest := max(layer.head_dim for layer in request.layers)) > _MOST_HEAD_DIM:
+            return f"is for heads of up to {_MOST_HEAD_DIM}, the model's have {widest}"
+        if len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in request.layers}) > 1:
+            return "plans a step once, for layers whose heads are alike"
+        return None
 
     def __init__(self, request: AttentionRequest) -> None:
         self._first = _constants(request.layers[0])
