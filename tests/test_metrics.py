@@ -248,6 +248,7 @@ def test_v48_a_client_may_use_its_request_id_again(server: Running) -> None:
     assert value(samples, "generation_tokens_total") == 16
 
 
+@pytest.mark.usefixtures("core_kernels")
 def test_kernels_and_formats_are_labels(tmp_path: Path) -> None:
     with running_server(tiny_model(tmp_path)) as server:
         samples = scrape(server)

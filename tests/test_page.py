@@ -255,6 +255,7 @@ def test_history_comes_once_for_those_who_say_what_they_have(tmp_path: Path) -> 
         assert sum(later["generation_tokens"]) == 0
 
 
+@pytest.mark.usefixtures("core_kernels")
 def test_the_kernel_table_is_the_models(tmp_path: Path) -> None:
     with running_server(tiny_model(tmp_path)) as server:
         table = server.get("/v1/octavo/kernels").json()

@@ -229,3 +229,17 @@ def test_a_kernel_that_fails_to_prepare_is_named(tmp_path: Path) -> None:
     installed = replace(registry(), linear_methods=(*CORE, kernel))
     with pytest.raises(PluginError, match=r"'broken'.*layers\.0\.self_attn\.q_proj.*out of tiles"):
         LLM(str(tiny_model(tmp_path)), registry=installed, num_blocks_override=8)
+
+
+@pytest.mark.usefixtures("core_kernels")
+def test_slow_layers_are_told_once_and_not_where_they_were_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = str(tiny_model(tmp_path))
+    for wish, told in (({}, 1), ({"*": "reference"}, 0)):
+        caplog.clear()
+        LLM(model, quantize_weights={"*.layers.*": "int4"}, linear_kernels=wish, num_blocks_override=8).shutdown()
+        assert sum("exact and slow; octavo-cpu" in record.message for record in caplog.records) == told
+    caplog.clear()
+    LLM(model, num_blocks_override=8).shutdown()
+    assert "reference kernel" not in caplog.text

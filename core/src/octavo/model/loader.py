@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -83,11 +83,24 @@ def load_model(settings: EngineConfig, registry: Registry, checkpoint: Checkpoin
         kv_scales = load_kv_scales(plan)
         account(plan, checkpoint.unread(settings.ignore_tensors))
         plan.check_settings(loader.reports)
+        _tell_slow(loader.reports, registry, settings.linear_kernels)
         positions = min(settings.max_model_len or config.max_positions, config.max_positions)
         rope = RotaryEmbedding(config.rope, positions, registry.platform.device)
         decoder = Decoder(config, embedding, layers, final_norm, head, ops, rope)
     checkpoint.close()
     return LoadedModel(decoder, plan, loader.reports, kv_scales)
+
+
+def _tell_slow(linears: Sequence[LinearReport], registry: Registry, wishes: Mapping[str, str]) -> None:
+    """Says once that quantised layers run on the reference kernel, unless the user asked for it."""
+    slow = [report for report in linears if report.kernel == ReferenceMethod.name]
+    if slow and ReferenceMethod.name not in wishes.values():
+        remedy = "octavo inspect says why no other took them"
+        if registry.platform.device == "cpu" and not any(
+            p.name == "cpu" and p.state == "loaded" for p in registry.plugins
+        ):
+            remedy = "octavo-cpu (plugins/cpu), which is not in use here, has native ones"
+        logger.warning("%d layer(s) run on the reference kernel, which is exact and slow; %s", len(slow), remedy)
 
 
 @dataclass(slots=True)

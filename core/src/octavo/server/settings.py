@@ -78,7 +78,12 @@ class ServerSettings(Settings):
     max_body_bytes: HumanInt = Field(32 * 1024**2, ge=1, description="Largest request body; accepts 64MiB.")
     body_timeout: float = Field(60, gt=0, description="Seconds that a client may take to send a request's body.")
     h11_max_incomplete_event_size: HumanInt = Field(64 * 1024, ge=1024, description="Most bytes of headers.")
-    timeout_keep_alive: int = Field(5, ge=0, description="Seconds that an idle connection is kept.")
+    timeout_keep_alive: int = Field(
+        75,
+        ge=0,
+        description="Seconds that an idle connection is kept: longer than clients and proxies keep theirs (5 to 60), or a "
+        "request may go into a connection that is being closed.",
+    )
     shutdown_timeout: float = Field(
         30,
         ge=0,

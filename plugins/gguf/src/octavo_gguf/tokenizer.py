@@ -27,6 +27,8 @@ _KEYS = {
 }
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _CUT_LIKE_GPT2 = ("default", "gpt-2", "gpt2")  # what the conversion does where it knows no rule
+_DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Cut like GPT-2's, after each digit was made a piece of its own (llama-vocab.cpp), which the conversion does not know."""
 # By llama.cpp's rules (llama-vocab.cpp) texts of these begin with BOS unless the file says otherwise, and a piece of text
 # that is a token is that token, whether or not merges lead to it.
 _LLAMA3_LIKE = (
@@ -70,12 +72,13 @@ def build_tokenizer(file: str, metadata: Mapping[str, Any]) -> Any:
 
 def _convert(file: str, architecture: str, parts: dict[str, Any], options: dict[str, Any]) -> Any:
     try:
+        from tokenizers import pre_tokenizers
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf import convert_gguf_tokenizer
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN
 
         pre = parts.get("pre_tokenizer_type", "default")
-        if parts["tokenizer_type"] == "gpt2" and pre not in KNOWN and pre not in _CUT_LIKE_GPT2:
+        if parts["tokenizer_type"] == "gpt2" and pre not in (*KNOWN, *_CUT_LIKE_GPT2, *_DIGITS_ALONE):
             logger.warning(
                 "%s: transformers has no rule for tokenizer.ggml.pre '%s' and cuts text like GPT-2 does; unusual runs of "
                 "spaces and digits may give other tokens than the model was trained on",
@@ -85,6 +88,9 @@ def _convert(file: str, architecture: str, parts: dict[str, Any], options: dict[
         backend, more = convert_gguf_tokenizer(architecture, parts)
         if parts["tokenizer_type"] == "gpt2" and pre in _LLAMA3_LIKE:
             backend.model.ignore_merges = True
+        if parts["tokenizer_type"] == "gpt2" and pre in _DIGITS_ALONE:
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
         if parts["tokenizer_type"] == "llama" and parts.get("add_prefix_space") is False:
             _leave_out_prefix(backend)  # the conversion reads the key and forgets it
         return PreTrainedTokenizerFast(tokenizer_object=backend, **options, **more)
