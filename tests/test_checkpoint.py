@@ -368,3 +368,24 @@ def test_cached_files_count_as_free_memory(
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     assert machine.available_memory_bytes() == 700_000
+
+
+def test_v40_kv_memory_is_what_the_container_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, without a setting, and however much RAM the host has; a small container is no reason to refuse."""
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 0\n")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    folder = tiny_model(tmp_path / "model")
+    blocks = []
+    for limit, used in ((64 << 20, 60 << 20), (12 << 20, 10 << 20)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        llm = LLM(str(folder), max_num_seqs=4096, max_num_batched_tokens=4096)
+        kv = llm.engine.executor.runner.kv_plan
+        assert (limit - used) / 2 - kv.bytes_per_block < kv.num_bytes <= (limit - used) / 2
+        assert len(tokens(llm)) > 0
+        blocks.append(kv.num_blocks)
+        llm.shutdown()
+    assert blocks[0] > blocks[1]
+    (tmp_path / "memory.current").write_text(f"{12 << 20}\n")
+    with pytest.raises(ConfigError, match=r"no memory for KV blocks.*--kv-cache-memory-bytes"):
+        LLM(str(folder))

@@ -331,3 +331,13 @@ def _with(matcher: type[Matcher]) -> type[GuidanceCompiler]:
 )
 def test_the_suite_kills(mutant: type[GuidanceCompiler]) -> None:
     assert failures_of(type("TestMutant", (GrammarCompilerSuite,), {"compiler": mutant}))
+
+
+def test_s12_nothing_is_written_to_disk(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    compiler = GuidanceCompiler(tokenizer, 288)
+    for number in range(100):
+        assert fits(start(compiler, json={"const": number}), str(number))
+    assert list(tmp_path.iterdir()) == []
