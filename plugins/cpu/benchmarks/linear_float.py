@@ -3,7 +3,7 @@
     python plugins/cpu/benchmarks/linear_float.py --codes u4 bf16 --shapes 576x3072 2048x2048 --rows 1 16 512
 
 A tape of layers of one shape, together as large as `--megabytes`, is replayed; each layer waits for the one before, as in a
-model. GB/s counts packed codes, scales and offsets; peaks are those of a plain program on as many threads.
+model. GB/s counts packed codes, scales and zeros; peaks are those of a plain program on as many threads.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from octavo_cpu import _native
 
+_F16 = 6  # as csrc/kernels.h numbers codes
 CODES = {"u2": 2, "u4": 4, "u8": 8, "e4m3": 8, "e5m2": 8, "bf16": 16, "f16": 16, "f32": 32}
 
 
@@ -60,14 +61,15 @@ class Peaks:
 class Layers:
     """Copies of a random layer one after another in memory, on a tape."""
 
-    def __init__(self, code: str, in_features: int, out_features: int, group: int, offsets: bool, bytes_: int) -> None:
+    def __init__(self, code: str, in_features: int, out_features: int, group: int, zeros: bool, bytes_: int) -> None:
         index, bits = list(CODES).index(code), CODES[code]
         integer = bits < 16 and code[0] == "u"
         groups = in_features // group if integer else 1
         self.starts = torch.arange(groups + 1, dtype=torch.int32) * (in_features // groups)
         size = _native.packed_bytes(index, in_features, out_features)
-        tables = (2 if offsets and integer else 1) * groups * (out_features + 15 & ~15) * 4 if integer else 0
-        self.bytes = size + tables
+        numbers = groups * (out_features + 15 & ~15) if integer else 0
+        tables = numbers * (3 if zeros else 2)  # fp16 scales, zeros of one byte
+        self.bytes = (size + tables + 63) & ~63
         count = max(1, bytes_ // self.bytes)
         self.memory = torch.empty((count * self.bytes + 4096) // 4, dtype=torch.int32)
         if code == "f32":
@@ -79,16 +81,16 @@ class Layers:
             self.memory.bitwise_and_(0x3F3F3F3F if not integer else -1)
         base = self.memory.data_ptr() + 63 & ~63
         self.weights = []
-        floats = self.memory.view(torch.float32)
+        halves = self.memory.view(torch.float16)
         for i in range(count):
             at = base + i * self.bytes
             if tables:
-                begin = (at + size - self.memory.data_ptr()) // 4
-                floats[begin : begin + tables // 4] = 0.01
-            more = at + size + tables // 2 if offsets and integer else 0
+                begin = (at + size - self.memory.data_ptr()) // 2
+                halves[begin : begin + numbers] = 0.01
+            more = at + size + 2 * numbers if zeros and integer else 0
             weight = _native.Weight(
                 index, in_features, out_features, in_features, groups, self.starts.data_ptr(), 0, at,
-                at + size if tables else 0, more, 0, False, 0,
+                _F16, at + size if tables else 0, more, 0, 0, False, 0,
             )  # fmt: skip
             self.weights.append(weight)
         self.in_features, self.out_features = in_features, out_features
@@ -124,7 +126,7 @@ def main() -> None:
     parser.add_argument(
         "--group", type=int, default=0, help="inputs of one scale; 0: 128, or 64 where that does not divide"
     )
-    parser.add_argument("--no-offsets", action="store_true", help="no zeros")
+    parser.add_argument("--no-zeros", action="store_true", help="one zero for all")
     parser.add_argument("--megabytes", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=0.4, help="for each number")
     parser.add_argument("--isa", default=_native.isa(), choices=_native.isas())
@@ -138,7 +140,7 @@ def main() -> None:
         for shape in options.shapes:
             in_features, out_features = map(int, shape.split("x"))
             group = options.group or (128 if in_features % 128 == 0 else 64)
-            layers = Layers(code, in_features, out_features, group, not options.no_offsets, options.megabytes << 20)
+            layers = Layers(code, in_features, out_features, group, not options.no_zeros, options.megabytes << 20)
             for rows in options.rows:
                 bandwidth, flops = peaks.reading(layers.memory), peaks.multiply_adds()
                 seconds = layers.seconds(rows, options.seconds)

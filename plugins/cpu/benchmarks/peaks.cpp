@@ -22,16 +22,17 @@ double now() {
 
 // Floating-point operations a second of one thread, over so many seconds.
 extern "C" double multiply_add_rate(double seconds) {
-  Vector a[10];
-  for (int i = 0; i < 10; ++i) a[i] = Vector{} + (1.0f + static_cast<float>(i));
+  // Enough to hide the latency.
+  Vector a = Vector{} + 1.0f, b = a, c = a, d = a, e = a, f = a, g = a, h = a, i = a, j = a;
   const Vector factor = Vector{} + 0.999f, term = Vector{} + 0.001f;
   const double start = now();
   double spent = 0;
   int64_t rounds = 0;
   for (; spent < seconds; spent = now() - start, ++rounds) {
-    for (int i = 0; i < 10000; ++i) {
-#define STEP(j) a[j] = a[j] * factor + term; asm volatile("" : "+v"(a[j]));
-      STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7) STEP(8) STEP(9)
+    for (int round = 0; round < 10000; ++round) {
+      a = a * factor + term, b = b * factor + term, c = c * factor + term, d = d * factor + term, e = e * factor + term;
+      f = f * factor + term, g = g * factor + term, h = h * factor + term, i = i * factor + term, j = j * factor + term;
+      asm volatile("" : "+v"(a), "+v"(b), "+v"(c), "+v"(d), "+v"(e), "+v"(f), "+v"(g), "+v"(h), "+v"(i), "+v"(j));
     }
   }
   return rounds * 10000.0 * 10 * kLanes * 2 / spent;
@@ -39,16 +40,14 @@ extern "C" double multiply_add_rate(double seconds) {
 
 // Bytes a second of one thread that reads `bytes` bytes again and again, over so many seconds.
 extern "C" double read_rate(const float* data, int64_t bytes, double seconds) {
-  const int64_t vectors = bytes / (kBytes * 8) * 8;
-  Vector a[8] = {};
+  Vector a = {}, b = a, c = a, d = a;
   const double start = now();
   double spent = 0;
   int64_t rounds = 0;
   for (; spent < seconds; spent = now() - start, ++rounds) {
     const auto* at = reinterpret_cast<const Vector*>(data);
-    for (int64_t i = 0; i < vectors; i += 8)
-      for (int j = 0; j < 8; ++j) a[j] += at[i + j];
-    for (int j = 0; j < 8; ++j) asm volatile("" : "+v"(a[j]));
+    for (int64_t left = bytes / (4 * kBytes); left > 0; --left, at += 4) a += at[0], b += at[1], c += at[2], d += at[3];
+    asm volatile("" : "+v"(a), "+v"(b), "+v"(c), "+v"(d));
   }
-  return rounds * static_cast<double>(vectors) * kBytes / spent;
+  return rounds * static_cast<double>(bytes / (4 * kBytes)) * 4 * kBytes / spent;
 }

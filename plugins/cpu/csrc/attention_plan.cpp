@@ -74,7 +74,8 @@ void plan_attention(const Attention& attention, Batch& batch) {
   batch.units.push_back(static_cast<int64_t>(splits.size()));
   for (const Piece& piece : pieces) append(batch.units, piece.unit);
   for (const AttentionSplit& split : splits) append(batch.units, split);
-  batch.scratch_bytes = std::max<int64_t>(batch.scratch_bytes, floats * sizeof(float));
+  batch.scratch_bytes = std::max<int64_t>(batch.scratch_bytes, floats * sizeof(float));  // whole vectors
+  batch.member_bytes = kWorkspaceBytes;
 }
 
 }  // namespace octavo

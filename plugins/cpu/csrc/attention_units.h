@@ -12,6 +12,7 @@ constexpr int64_t kChunkKeys = 128;
 constexpr int64_t kMostRows =
     64;  // of a unit; a row is one head of one token, all heads of a row's unit share their KV head
 constexpr int64_t kMostHeadDim = 256;
+constexpr int64_t kWorkspaceBytes = 384 << 10;  // of scratch for each member
 
 // Rows [first_row, last_row) of a request and KV head, row = token of the request * heads of the group + head, over all
 // chunks that they see, or over one chunk of a split.

@@ -30,15 +30,16 @@ struct Weight {
   const int32_t* segment_starts = nullptr;  // (num_segments + 1,) in padded inputs
   const int32_t* source = nullptr;          // (padded_in,) which input each padded one is, -1 for padding; null: the same
   const uint8_t* codes = nullptr;           // 64-byte aligned
-  // weight = scale * code - offset. For integer codes always present; for the others null where all scales are 1.
-  const float* scales = nullptr;   // (num_segments, padded out)
-  const float* offsets = nullptr;  // (num_segments, padded out), scale * zero; null where all are 0
-  const float* bias = nullptr;     // (padded out,) or null
-  // For int8 inputs with one zero for the whole weight (128 of shifted int8, 8 of symmetric int4): code - zero is summed exactly.
-  bool has_zero = false;
-  int32_t zero = 0;  // then `offsets` is null and weight = scale * (code - zero)
+  // weight = scale * (code - zero) - offset. Scales, zeros and offsets are (blocks of 16 outputs, num_segments, 16).
+  Code scale_code = Code::f32;     // f16, bf16 or f32: whichever holds them exactly in least room
+  const void* scales = nullptr;    // always present for integer codes; null for others where all are 1
+  const uint8_t* zeros = nullptr;  // of integer codes, or null. At most one of these three is there
+  bool has_zero = false;           // one zero for the whole weight (128 of shifted int8, 8 of symmetric int4)
+  const float* offsets = nullptr;  // scale * zero, where zeros are not whole or do not fit a byte; or null
+  int32_t zero = 0;
+  const float* bias = nullptr;  // (padded out,) or null
 
-  int64_t blocks() const { return (out + kLanes - 1) / kLanes; }
+  OCTAVO_INLINE int64_t blocks() const { return (out + kLanes - 1) / kLanes; }
 };
 
 // How int8 inputs come to be: octavo's quantize_inputs, bit for bit. scale = amax / 127, q = round_half_even(x / scale).

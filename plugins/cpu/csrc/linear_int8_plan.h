@@ -8,7 +8,7 @@ namespace octavo {
 // What a row's quantised inputs q contribute to a segment's sums beside the product of codes.
 struct SegmentTerms {
   float scale;    // of the inputs; 1 where the row has one scale
-  int32_t start;  // - zero * sum of q: what turns a sum of code * q into one of (code - zero) * q
+  int32_t start;  // -zero * sum of q: from a sum of code * q to one of (code - zero) * q; -sum where zeros differ
   float sum;      // scale * sum of (q - input zero), which `offsets` multiply
 };
 

@@ -182,7 +182,7 @@ void attend(const Attention& attention, const KVBlocks& kv, const Batch& batch, 
                              {span(to.data, most, size, size)}, [=](const Context& c) {
                                table->attend(attention, kv, given ? *given : *c.step.batch, queries, to, c);
                              });
-  made.scratch_bytes = std::max<int64_t>(batch.scratch_bytes, 1);  // a tape's step brings its own need
+  made.scratch_bytes = batch.scratch(engine.threads());  // a tape's step brings its own need
   emit(batch.tokens, batch.tokens > 16, std::move(made));
 }
 
@@ -215,10 +215,12 @@ NB_MODULE(_native, m) {
   nb::class_<Weight>(m, "Weight")
       .def("__init__",
            [](Weight* w, int code, int64_t in, int64_t out, int64_t padded_in, int64_t num_segments, Address segment_starts,
-              Address source, Address codes, Address scales, Address offsets, Address bias, bool has_zero, int zero) {
+              Address source, Address codes, int scale_code, Address scales, Address zeros, Address offsets, Address bias,
+              bool has_zero, int zero) {
              new (w) Weight{static_cast<Code>(code), in, out, padded_in, num_segments, at<const int32_t>(segment_starts),
-                            at<const int32_t>(source), at<const uint8_t>(codes), at<const float>(scales),
-                            at<const float>(offsets), at<const float>(bias), has_zero, zero};
+                            at<const int32_t>(source), at<const uint8_t>(codes), static_cast<Code>(scale_code),
+                            at<const void>(scales), at<const uint8_t>(zeros), has_zero, at<const float>(offsets), zero,
+                            at<const float>(bias)};
            });
   nb::class_<Inputs>(m, "Inputs").def("__init__", [](Inputs* i, int kind, bool symmetric, float scale, float zero) {
     new (i) Inputs{static_cast<Inputs::Kind>(kind), symmetric, scale, zero};

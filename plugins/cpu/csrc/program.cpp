@@ -49,7 +49,7 @@ void Engine::replay(const Program& program, const Step& step) {
   std::lock_guard lock(mutex_);
   int64_t bytes = 0;
   for (const auto& entry : program.operations_) bytes = std::max(bytes, entry.operation.scratch_bytes);
-  if (step.batch) bytes = std::max(bytes, step.batch->scratch_bytes);
+  if (step.batch) bytes = std::max(bytes, step.batch->scratch(num_threads_));
   std::byte* memory = scratch(bytes);
   Team& members = team();
   const Team::Seat seat(members);
@@ -65,7 +65,7 @@ void Engine::replay(const Program& program, const Step& step) {
 std::vector<std::pair<std::string, double>> Engine::profile(const Program& program, const Step& step) {
   std::lock_guard lock(mutex_);
   std::vector<std::pair<std::string, double>> found;
-  int64_t bytes = step.batch ? step.batch->scratch_bytes : 0;
+  int64_t bytes = step.batch ? step.batch->scratch(num_threads_) : 0;
   for (const auto& entry : program.operations_) bytes = std::max(bytes, entry.operation.scratch_bytes);
   std::byte* memory = scratch(bytes);
   Team& members = team();
@@ -129,6 +129,7 @@ void Engine::emit(int64_t rows, Operation operation) {
   }
   std::byte* memory = scratch(operation.scratch_bytes);
   Team& members = team();
+  const Team::Seat seat(members);
   members.run([&](int member) {
     operation.run(Context{members, member, members.size(), rows, memory, step_});
   });

@@ -24,7 +24,10 @@ struct Batch {
   int64_t table_stride = 0;
   const int64_t* slot_mapping = nullptr;  // (tokens,)
   std::vector<int64_t> units;             // of work, as attention cuts it; laid out by its planner
-  int64_t scratch_bytes = 0;              // that attention wants for this step, beyond a layer's constants
+  int64_t scratch_bytes = 0;              // that attention wants for this step: shared, ...
+  int64_t member_bytes = 0;               // ... and behind it for each member
+
+  int64_t scratch(int members) const { return scratch_bytes + members * member_bytes; }
 };
 
 // What changes from one replay of a tape to the next.
@@ -35,6 +38,9 @@ struct Step {
   const Batch* batch = nullptr;
 };
 
+// What kernels of an instruction set call must not become a function that the linker shares among all of them.
+#define OCTAVO_INLINE [[gnu::always_inline]] inline
+
 // A member's view of a running operation.
 struct Context {
   Team& team;
@@ -44,10 +50,10 @@ struct Context {
   std::byte* scratch;  // shared by all members, aligned to 64 bytes, contents undefined; see emit()
   const Step& step;
 
-  void barrier() const { team.barrier(); }
+  OCTAVO_INLINE void barrier() const { team.barrier(); }
 
   // The part [first, last) of `count` items, in multiples of `unit`, that falls to this member.
-  void share(int64_t count, int64_t unit, int64_t& first, int64_t& last) const {
+  OCTAVO_INLINE void share(int64_t count, int64_t unit, int64_t& first, int64_t& last) const {
     const int64_t units = (count + unit - 1) / unit;
     first = units * member / members * unit;
     last = units * (member + 1) / members * unit;
@@ -61,7 +67,7 @@ struct Indices {
   const int64_t* data = nullptr;
   enum Kind { kGiven, kTokenIds, kPositions } kind = kGiven;
 
-  const int64_t* of(const Context& c) const {
+  OCTAVO_INLINE const int64_t* of(const Context& c) const {
     return kind == kTokenIds ? c.step.token_ids : kind == kPositions ? c.step.positions : data;
   }
 };

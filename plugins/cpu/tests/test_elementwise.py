@@ -215,7 +215,7 @@ def test_gather(rows: int, size: int, storage: int) -> None:
 
 
 def packed_case(
-    code: str, in_features: int, out_features: int, zero: int | None
+    code: str, in_features: int, out_features: int, zero: int | str | None
 ) -> tuple[object, Tensor, list[Tensor]]:
     """A packed weight with permuted inputs in two segments, what it stands for, and the memory that must stay alive."""
     bits = {"u2": 2, "u4": 4, "u8": 8, "e4m3": 8, "e5m2": 8, "bf16": 16, "f16": 16, "f32": 32}[code]
@@ -237,13 +237,18 @@ def packed_case(
         starts.append(len(source))
     padded_out = -(-out_features // 16) * 16
     scales, offsets = torch.zeros(2, padded_out), torch.zeros(2, padded_out)
-    scales[:, :out_features] = torch.rand(2, out_features) + 0.5
-    if zero is None:
+    scales[:, :out_features] = torch.rand(2, out_features).half() + 0.5
+    zeros = torch.randint(1 << bits if whole else 1, (2, padded_out))
+    if zero == "bytes":
+        offsets = scales * zeros
+    elif zero is None:
         offsets[:, :out_features] = torch.randn(2, out_features)
     wanted = torch.empty(out_features, in_features, dtype=torch.float64)
     for i, part in enumerate(parts):
         scale, offset = scales[i, :out_features, None].double(), offsets[i, :out_features, None].double()
-        wanted[:, part] = scale * (numbers[:, part].double() - (zero or 0)) - offset
+        wanted[:, part] = scale * (numbers[:, part].double() - (zero if isinstance(zero, int) else 0)) - offset
+    kept = scales.half() if zero == "bytes" else scales, zeros.to(torch.uint8), offsets
+    scales, zeros, offsets = (table.view(2, -1, 16).transpose(0, 1).contiguous() for table in kept)
     source_t, starts_t = torch.tensor(source, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32)
     size = native.packed_bytes(CODES[code], len(source), out_features)
     memory = torch.zeros(size + 64, dtype=torch.uint8)
@@ -256,19 +261,26 @@ def packed_case(
         *(CODES[code], in_features, out_features, len(source), 2, starts_t.data_ptr(), source_t.data_ptr()),
         *(
             packed.data_ptr(),
+            CODES["f16" if zero == "bytes" else "f32"],
             scales.data_ptr(),
+            zeros.data_ptr() if zero == "bytes" else 0,
             offsets.data_ptr() if zero is None else 0,
             0,
-            zero is not None,
-            zero or 0,
+            isinstance(zero, int),
+            zero if isinstance(zero, int) else 0,
         ),
     )
-    return weight, wanted, [codes, source_t, starts_t, memory, scales, offsets]
+    return weight, wanted, [codes, source_t, starts_t, memory, scales, zeros, offsets]
 
 
-@pytest.mark.parametrize(("code", "zero"), [(code, None) for code in CODES] + [("u2", 1), ("u4", 8), ("u8", 128)])
+@pytest.mark.parametrize(
+    ("code", "zero"),
+    [(code, None) for code in CODES]
+    + [("u2", 1), ("u4", 8), ("u8", 128)]
+    + [("u2", "bytes"), ("u4", "bytes"), ("u8", "bytes")],
+)
 @pytest.mark.parametrize(("in_features", "out_features"), [(64, 32), (172, 33), (17, 3)])
-def test_gather_packed(code: str, in_features: int, out_features: int, zero: int | None) -> None:
+def test_gather_packed(code: str, in_features: int, out_features: int, zero: int | str | None) -> None:
     weight, wanted, alive = packed_case(code, in_features, out_features, zero)
     indices = torch.randint(out_features, (7,))
     indices[0] = out_features - 1

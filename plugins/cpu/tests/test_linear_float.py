@@ -30,6 +30,9 @@ CODES = [
 ]  # in the order of kernels.h
 
 
+SCALES = {"bf16": (5, torch.bfloat16), "f16": (6, torch.float16), "f32": (7, torch.float32)}
+
+
 @pytest.fixture(autouse=True, params=_native.isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before, threads = _native.isa(), _native.threads()
@@ -37,6 +40,11 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
     _native.set_isa(before)
     _native.set_threads(threads)
+
+
+def by_block(tables: torch.Tensor) -> torch.Tensor:
+    """(groups, padded out) -> (blocks of 16 outputs, groups, 16)."""
+    return tables.view(len(tables), -1, 16).transpose(0, 1).contiguous()
 
 
 class Layer:
@@ -48,10 +56,11 @@ class Layer:
         in_features: int,
         out_features: int,
         group: int = 0,
-        zeros: str = "offsets",
+        zeros: str = "offsets",  # or "bytes", "one"
         bias: bool = False,
         permuted: bool = False,
         scaled: bool = True,
+        scale: str = "f32",
     ) -> None:
         rng = np.random.default_rng(in_features * 1000 + out_features)
         bits = INTEGERS.get(code, 0)
@@ -68,14 +77,18 @@ class Layer:
         padded_out = -(-out_features // 16) * 16
         count = len(groups)
         shape = (count, padded_out)
-        self.scales = rng.uniform(0.5, 1.5, shape).astype(np.float32)
+        scale_code, dtype = SCALES[scale]
+        self.scales = torch.from_numpy(rng.uniform(0.5, 1.5, shape)).to(dtype).float().numpy()
         self.offsets = np.zeros(shape, np.float32)
-        zero = 0
+        zero, whole = 0, np.zeros(shape)
         if bits:
             codes = torch.from_numpy(rng.integers(0, 2**bits, (out_features, in_features), dtype=np.uint8))
             values = codes.double()
             if zeros == "offsets":
                 self.offsets = (self.scales * rng.uniform(0, 2**bits, shape)).astype(np.float32)
+            elif zeros == "bytes":
+                whole = rng.integers(0, 2**bits, shape)
+                self.offsets = (self.scales * whole).astype(np.float32)
             elif zeros == "one":
                 zero = 2 ** (bits - 1)
         else:
@@ -118,11 +131,14 @@ class Layer:
             self.codes.data_ptr(),
         )
         has_scales = bool(bits) or scaled
+        tables = (self.scales, dtype), (whole, torch.uint8), (self.offsets, torch.float32)
+        self.stored = [by_block(torch.from_numpy(table).to(kind)) for table, kind in tables]
         self.native = _native.Weight(
             index, in_features, out_features, len(source), count, self.starts.ctypes.data, address,
-            self.codes.data_ptr(), self.scales.ctypes.data if has_scales else 0,
-            self.offsets.ctypes.data if self.offsets.any() else 0, 0 if self.bias is None else self.bias.ctypes.data,
-            bool(zero), zero,
+            self.codes.data_ptr(), scale_code, self.stored[0].data_ptr() if has_scales else 0,
+            self.stored[1].data_ptr() if zeros == "bytes" and bits else 0,
+            self.stored[2].data_ptr() if zeros == "offsets" and bits else 0,
+            0 if self.bias is None else self.bias.ctypes.data, bool(zero), zero,
         )  # fmt: skip
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +182,7 @@ def inputs(rows: int, features: int) -> torch.Tensor:
 )
 def test_matches_fp64(code: str, in_features: int, out_features: int) -> None:
     layer = Layer(code, in_features, out_features, group=128, bias=True)
-    for rows in (1, 2, 3, 5, 12, 13, 70):
+    for rows in (1, 2, 3, 5, 8, 12, 13, 16, 17, 70):
         layer.check(inputs(rows, in_features))
 
 
@@ -184,6 +200,16 @@ def test_permuted_inputs(code: str, group: int) -> None:
     layer = Layer(code, 330, 48, group=group, permuted=True)
     for rows in (1, 2, 6, 40):
         layer.check(inputs(rows, 330))
+
+
+@pytest.mark.parametrize("scale", ["f16", "bf16"])
+@pytest.mark.parametrize("code", INTEGERS)
+def test_zeros_are_bytes_and_scales_of_16_bits(code: str, scale: str) -> None:
+    layer = Layer(code, 532, 70, group=64, zeros="bytes", scale=scale, bias=True, permuted=scale == "f16")
+    x = inputs(40, 532)
+    for rows in (1, 7, 16, 40):
+        layer.check(x[:rows])
+        assert torch.equal(layer.run(x[:rows]), layer.run(x)[:rows])
 
 
 @pytest.mark.parametrize("code", list(INTEGERS))
@@ -218,8 +244,8 @@ def test_every_float_code_is_its_value(code: str, bits: int) -> None:
 @pytest.mark.parametrize("code", ["u2", "u4", "u8"])
 def test_huge_zeros_with_tiny_scales(code: str) -> None:
     layer = Layer(code, 256, 32, group=64)
-    layer.scales[:] *= np.float32(1e-12)
-    layer.offsets[:] = np.float32(1.25)  # scale * a zero of about 1e12
+    layer.stored[0] *= 1e-12
+    layer.stored[2][:] = 1.25  # scale * a zero of about 1e12
     x = inputs(9, 256)
     exact = -1.25 * x.double().sum(1, keepdim=True)
     for rows in (1, 2, 9):
@@ -247,6 +273,7 @@ def test_bits_of_a_row_depend_on_it_alone(code: str, in_features: int, group: in
             (2, 7),
             (5, 17),
             (1, 14),
+            (0, 16),
             (0, 24),
             (0, 70),
         ]:
@@ -268,9 +295,9 @@ def test_rows_beyond_one_block() -> None:
 @pytest.mark.parametrize("code", CODES)
 def test_rows_a_power_of_two_apart(code: str) -> None:
     layer = Layer(code, 1024, 33, group=128)
-    x = inputs(9, 1024)
-    out = torch.empty(9, 33)
-    _native.linear(layer.native, None, x.data_ptr(), 1024, 9, out.data_ptr(), 33)
+    x = inputs(20, 1024)
+    out = torch.empty(20, 33)
+    _native.linear(layer.native, None, x.data_ptr(), 1024, 20, out.data_ptr(), 33)
     assert torch.equal(out, layer.run(x))
 
 

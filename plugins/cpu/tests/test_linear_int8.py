@@ -17,6 +17,7 @@ from octavo_cpu import _native
 CODES = {2: 0, 4: 1, 8: 2}
 PER_SEGMENT, PER_TOKEN, STATIC = 0, 1, 2
 CANARY = 12345.0
+SCALES = {"bf16": (5, torch.bfloat16), "f16": (6, torch.float16), "f32": (7, torch.float32)}
 
 
 @pytest.fixture(params=_native.isas(), autouse=True)
@@ -36,7 +37,9 @@ class Layer:
     in_features: int
     out_features: int
     group: int
-    zeros: bool = False  # one for each group, so that offsets are needed
+    zeros: bool = False  # one for each group
+    as_offsets: bool = False  # zeros are given as scale * zero
+    scale_code: str = "f32"
     zero: int = 0  # one for all
     bias: bool = False
     shuffled: bool = False  # act-order: which group an input belongs to is random
@@ -48,7 +51,8 @@ class Layer:
         in_features, out_features = self.in_features, self.out_features
         groups = -(-in_features // self.group)
         self.codes = rng.integers(0, 2**self.bits, (out_features, in_features), dtype=np.uint8)
-        self.scales = rng.uniform(0.5, 1.5, (out_features, groups)).astype(np.float32)
+        stored = torch.from_numpy(rng.uniform(0.5, 1.5, (out_features, groups))).to(SCALES[self.scale_code][1])
+        self.scales = stored.float().numpy()
         zeros = (
             rng.integers(0, 2**self.bits, (out_features, groups))
             if self.zeros
@@ -67,11 +71,14 @@ class Layer:
             source += [*inputs, *[-1] * (-len(inputs) % unit)]
             starts.append(len(source))
         blocks = -(-out_features // 16)
-        padded = {name: np.zeros((groups, blocks * 16), np.float32) for name in ("scales", "offsets")}
-        padded["scales"][:, :out_features], padded["offsets"][:, :out_features] = self.scales.T, self.offsets.T
         bias = np.zeros(blocks * 16, np.float32)
         bias[:out_features] = self.biases
-        kept = [np.array(starts, np.int32), np.array(source, np.int32), padded["scales"], padded["offsets"], bias]
+        scales = by_block(stored)
+        zero_bytes, offsets = (
+            by_block(torch.from_numpy(zeros.astype(np.uint8))),
+            by_block(torch.from_numpy(self.offsets)),
+        )
+        kept = [np.array(starts, np.int32), np.array(source, np.int32), scales, zero_bytes, offsets, bias]
         packed = aligned(_native.packed_bytes(CODES[self.bits], len(source), out_features))
         plain = len(source) == in_features and not self.shuffled
         at_source = 0 if plain else kept[1].ctypes.data
@@ -84,11 +91,12 @@ class Layer:
             at_source,
             packed.ctypes.data,
         )
-        self.memory = [*kept, packed]
+        self.memory, self.packed, self.packed_scales = kept, packed, scales
         self.native = _native.Weight(
             CODES[self.bits], in_features, out_features, len(source), groups, kept[0].ctypes.data, at_source,
-            packed.ctypes.data, kept[2].ctypes.data, kept[3].ctypes.data if self.zeros else 0,
-            kept[4].ctypes.data if self.bias else 0, not self.zeros, self.zero,
+            packed.ctypes.data, SCALES[self.scale_code][0], scales.data_ptr(),
+            zero_bytes.data_ptr() if self.zeros and not self.as_offsets else 0, offsets.data_ptr() if self.as_offsets else 0,
+            bias.ctypes.data if self.bias else 0, not self.zeros, self.zero,
         )  # fmt: skip
 
     def expected(self, x: Tensor, how: How) -> Tensor:
@@ -123,6 +131,12 @@ class How:
         return (codes.double() - (0 if zeros is None else zeros.double())) * scales.double()
 
 
+def by_block(by_row: Tensor) -> Tensor:
+    """(out, groups) -> (blocks of 16 outputs, groups, 16), zeros behind."""
+    padded = torch.nn.functional.pad(by_row, (0, 0, 0, -len(by_row) % 16))
+    return padded.view(-1, 16, by_row.shape[1]).transpose(1, 2).contiguous()
+
+
 def aligned(size: int) -> NDArray[np.uint8]:
     memory = np.zeros(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -137,8 +151,7 @@ def run(layer: Layer, how: How, x: Tensor, threads: int = 1) -> Tensor:
     out = torch.full((rows + 2, room), CANARY)
     _native.set_threads(threads)
     _native.linear(layer.native, how.native, wide[1:].data_ptr(), width, rows, out[1:].data_ptr(), room)
-    assert (out[0] == CANARY).all()
-    assert (out[-1] == CANARY).all()
+    assert (out[[0, -1]] == CANARY).all()
     assert (out[:, layer.out_features :] == CANARY).all()
     return out[1:-1, : layer.out_features].clone()
 
@@ -158,17 +171,19 @@ LAYERS = [
     Layer(4, 64, 32, 64, zero=8),
     Layer(4, 576, 192, 64, zeros=True, bias=True),
     Layer(4, 256, 70, 32, zero=8, shuffled=True),
-    Layer(4, 100, 17, 30, zeros=True, shuffled=True, bias=True),
-    Layer(4, 17, 3, 128, zeros=True),
+    Layer(4, 100, 17, 30, zeros=True, shuffled=True, bias=True, scale_code="f16"),
+    Layer(4, 17, 3, 128, zeros=True, as_offsets=True),
     Layer(4, 1, 1, 1, zero=7, bias=True),
-    Layer(4, 172, 576, 128, zeros=True),
-    Layer(2, 128, 48, 16, zeros=True),
+    Layer(4, 172, 576, 128, zeros=True, as_offsets=True, scale_code="f16"),
+    Layer(2, 128, 48, 16, zeros=True, scale_code="bf16"),
     Layer(2, 83, 33, 33, zero=2, shuffled=True),
     Layer(8, 576, 172, 576, zero=128, bias=True),
     Layer(8, 51, 20, 51, zero=128),
     Layer(8, 172, 35, 32, zeros=True),
     Layer(8, 96, 16, 32, shuffled=True, zero=128),
     Layer(8, 6000, 40, 6000, zero=128),
+    Layer(4, 600, 40, 300, zeros=True),
+    Layer(8, 510, 40, 255, zeros=True, scale_code="f16"),
 ]
 HOWS = [
     How(PER_SEGMENT),
@@ -181,7 +196,7 @@ HOWS = [
 
 def name(value: object) -> str:
     if isinstance(value, Layer):
-        marks = "z" * value.zeros + "b" * value.bias + "s" * value.shuffled
+        marks = "z" * value.zeros + "o" * value.as_offsets + "b" * value.bias + "s" * value.shuffled
         return f"u{value.bits}-{value.in_features}x{value.out_features}-g{value.group}{marks}"
     if isinstance(value, How):
         return ("segment", "token", "static")[value.kind] + ("" if value.symmetric else "-asym")
@@ -231,13 +246,9 @@ def test_codes_of_inputs_are_octavos(how: How) -> None:
 
 def identity(layer: Layer) -> Layer:
     """The same with scale 1 and the codes that it now has."""
-    packed = layer.memory[-1]
-    assert isinstance(packed, np.ndarray)
     size = layer.in_features
-    _native.pack(CODES[8], layer.codes.ctypes.data, size, layer.out_features, size, 0, packed.ctypes.data)
-    scales = layer.memory[2]
-    assert isinstance(scales, np.ndarray)
-    scales[:] = 1
+    _native.pack(CODES[8], layer.codes.ctypes.data, size, layer.out_features, size, 0, layer.packed.ctypes.data)
+    layer.packed_scales[:] = 1
     return layer
 
 
@@ -265,9 +276,7 @@ def test_extreme_codes_are_summed_exactly() -> None:
             layer = Layer(bits, 4096, 16, 4096, zero=zero)
             layer.codes[:] = 2**bits - 1
             layer.codes[:, 1::3] = 0
-            packed = layer.memory[-1]
-            assert isinstance(packed, np.ndarray)
-            _native.pack(CODES[bits], layer.codes.ctypes.data, 4096, 16, 4096, 0, packed.ctypes.data)
+            _native.pack(CODES[bits], layer.codes.ctypes.data, 4096, 16, 4096, 0, layer.packed.ctypes.data)
             for rows in (1, 30):
                 x = torch.full((rows, 4096), value)
                 how = How(STATIC)

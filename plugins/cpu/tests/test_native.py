@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import octavo_cpu.native as door
-from octavo import LLM, Platform, SamplingParams
+from octavo import LLM, AttentionLayer, AttentionRequest, Platform, QuantizedWeight, SamplingParams, WeightSpec
 from octavo.testing import tiny_model
+from octavo_cpu.attention import NativeAttention
+from octavo_cpu.packing import pack
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 _WITHOUT = """
@@ -118,3 +120,50 @@ def test_lasting_memory_is_zero_and_aligned() -> None:
         assert len(memory) == max(size, 1)
         assert not memory.any()
         assert memory.data_ptr() % 64 == 0
+
+
+def attention_request(*heads: tuple[int, int, int]) -> AttentionRequest:
+    """Layers with so many heads, KV heads and dimensions."""
+    layers = [AttentionLayer(i, *sizes, scale=1.0) for i, sizes in enumerate(heads)]
+    return AttentionRequest(layers, torch.float32, 16, torch.float32, Platform.detect("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "says"),
+    [
+        (((4, 2, 256), (4, 2, 256)), None),
+        (((4, 2, 64), (4, 2, 320)), "is for heads of up to 256, the model's have 320"),
+        (((8, 2, 64), (4, 2, 64)), "plans a step once, for layers whose heads are alike"),
+        (((4, 4, 64), (4, 2, 64)), "plans a step once, for layers whose heads are alike"),
+    ],
+)
+def test_v08_attention_refuses_heads_that_it_cannot_serve(
+    heads: tuple[tuple[int, int, int], ...], says: str | None
+) -> None:
+    if door.native() is None:
+        pytest.skip("octavo-cpu has no native module here")
+    assert NativeAttention.why_not(attention_request(*heads)) == says
+
+
+@pytest.mark.parametrize(
+    ("scales", "zeros", "kept"),
+    [
+        ([0.5, 0.25], [3, 15], {"scales": torch.float16, "zeros": torch.uint8}),
+        ([0.5, 2.0**-100], [3, 15], {"scales": torch.bfloat16, "zeros": torch.uint8}),
+        ([0.1, 0.2], [0.5, 3], {"scales": torch.float32, "offsets": torch.float32}),
+        ([0.5, 0.25], [-1, 3], {"scales": torch.float16, "offsets": torch.float32}),
+        ([0.5, 0.25], [7, 7], {"scales": torch.float16}),
+    ],
+)
+def test_scales_and_zeros_take_the_least_room_that_holds_them(
+    scales: list[float], zeros: list[float], kept: dict[str, torch.dtype]
+) -> None:
+    if door.native() is None:
+        pytest.skip("octavo-cpu has no native module here")
+    spec = WeightSpec("uint4", (1, 32), has_zeros=True)
+    codes = torch.randint(16, (20, 64), dtype=torch.uint8)
+    table = [torch.tensor(row).expand(20, 2).contiguous() for row in (scales, zeros)]
+    packed = pack(QuantizedWeight(spec, codes, scales=table[0], zeros=table[1].float()))
+    found = {name: packed.tensors[name].dtype for name in ("scales", "zeros", "offsets") if name in packed.tensors}
+    assert found == kept
+    assert all(packed.tensors[name].shape == (2, 2, 16) for name in kept)

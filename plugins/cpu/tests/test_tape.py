@@ -12,8 +12,9 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.testing import tiny_model
+from octavo_cpu import tape
 from octavo_cpu.native import native
-from octavo_cpu.tape import TapedForward
+from octavo_cpu.tape import TapedForward, _Watch
 
 pytestmark = pytest.mark.skipif(native() is None, reason="octavo-cpu has no native module here")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
@@ -62,6 +63,23 @@ def test_a_tape_gives_the_bits_of_the_eager_forward(settings: dict[str, Any], tm
     assert len(forward._program) > 10
     eager, _ = serve(tmp_path, eager=True, **settings)
     assert taped == eager
+
+
+def test_torch_leaves_the_processors_to_the_tape(tmp_path: Path) -> None:
+    tiny_model(tmp_path)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        serve(tmp_path, eager=True)
+        assert torch.get_num_threads() == 3
+        serve(tmp_path)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_recording_does_not_import_torchs_compiler() -> None:
+    assert _Watch.__torch_dispatch__.__code__.co_filename == tape.__file__
 
 
 def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ struct Workspace {
   int32_t begin[kMostRows], end[kMostRows];  // positions of the chunk that each row sees
 };
 
+static_assert(sizeof(Workspace) <= octavo::kWorkspaceBytes);
+
 inline const AttentionUnit* unit_of(const Batch& batch, int64_t unit) {
   return reinterpret_cast<const AttentionUnit*>(batch.units.data() + 2) + unit;
 }
@@ -146,15 +148,6 @@ inline void write_row(const Layer& layer, const AttentionUnit& u, int64_t row, c
   });
 }
 
-// Fetches the rows of n positions.
-inline void prefetch_rows(const uint8_t* base, const int64_t* at, int64_t n, int64_t bytes) {
-  if (n > 0 && at[n - 1] - at[0] == (n - 1) * bytes) {  // of one block
-    bytes *= n, n = 1;
-  }
-  for (int64_t i = 0; i < n; ++i)
-    for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(base + at[i] + byte);
-}
-
 // `next` is what the member computes afterwards, or null.
 template <int storage>
 inline void run_unit(const Layer& layer, const AttentionUnit& u, const AttentionUnit* next, Rows query, Out out,
@@ -194,13 +187,14 @@ inline void run_unit(const Layer& layer, const AttentionUnit& u, const Attention
       }
     }
 
+    const uint8_t *value_rows[kChunkKeys], *next_rows[kChunkKeys];  // those of `next` are keys
+    for (int64_t j = 0; j < kChunkKeys; ++j) value_rows[j] = values + w.at[j];
     const int64_t first_tile = (first - start) / kLanes * kLanes;
     for (int64_t i = first_tile; i < last - start; i += kLanes) {
       const uint8_t* at[kLanes];
       for (int j = 0; j < kLanes; ++j) at[j] = keys + w.at[i + j];
       if (few) {
-        prefetch_rows(values, w.at + i, kLanes, row_bytes);
-        dot_rows<storage>(w.query, rows, padded, at, w.scores + i);
+        dot_rows<storage>(w.query, rows, padded, at, value_rows + i, w.scores + i);
         continue;
       }
       transpose_keys<storage>(at, a.head_dim, w.keys);
@@ -220,36 +214,26 @@ inline void run_unit(const Layer& layer, const AttentionUnit& u, const Attention
       }
     }
 
-    const uint8_t* at[kChunkKeys];
-    Seen then{0, 0, 0};  // what is read next
-    if (few) {
-      for (int64_t j = 0; j < kChunkKeys; ++j) at[j] = values + w.at[j];
-      const AttentionUnit* u_then = chunk < chunks.last ? &u : next;
-      if (u_then) {
-        then = seen_of(layer, *u_then, chunk < chunks.last ? chunk + 1 : chunks_of(layer, *u_then).first);
-        find_rows(layer, *u_then, then.start, then.first, then.last, row_bytes, w.next_at);
-      }
-    } else {
-      for (int64_t j = first - start; j < last - start; ++j) {
-        const uint8_t* from = values + w.at[j];
-        float* to = w.values + j * padded;
-        for (int64_t v = 0; v < layer.vectors; ++v)
-          store(to + v * kLanes, load_stored<storage>(from, v, a.head_dim - v * kLanes));
-        at[j] = reinterpret_cast<const uint8_t*>(to);
-      }
+    const AttentionUnit* after = few ? (chunk < chunks.last ? &u : next) : nullptr;
+    if (after) {
+      const Seen then = seen_of(layer, *after, chunk < chunks.last ? chunk + 1 : chunks_of(layer, *after).first);
+      find_rows(layer, *after, then.start, then.first, then.last, row_bytes, w.next_at);
+      for (int64_t j = 0; j < kChunkKeys; ++j) next_rows[j] = keys + w.next_at[j];
+    }
+    for (int64_t j = first - start; !few && j < last - start; ++j) {
+      float* to = w.values + j * padded;
+      for (int64_t v = 0; v < layer.vectors; ++v)
+        store(to + v * kLanes, load_stored<storage>(value_rows[j], v, a.head_dim - v * kLanes));
+      value_rows[j] = reinterpret_cast<const uint8_t*>(to);
     }
     for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
       const int64_t count = rows - r < kRowsAtOnce ? rows - r : kRowsAtOnce;
       const float* weights = w.scores + r * kChunkKeys;
-      for (int64_t i = 0; i < count * padded; i += kLanes) store(w.part + i, zero());
       if (few) {
-        for (int64_t j = 0; j < kChunkKeys; j += kLanes) {  // by parts, so that what comes next is fetched meanwhile
-          const int64_t left = then.last - then.start - j;
-          if (r == 0) prefetch_rows(keys, w.next_at + j, left < kLanes ? left : kLanes, row_bytes);
-          mix_rows<storage>(weights, count, w.begin + r, w.end + r, j, j + kLanes, at, layer.vectors, w.part);
-        }
+        mix_rows<storage>(weights, count, w.begin + r, w.end + r, value_rows, after ? next_rows : nullptr,
+                          layer.vectors, w.part);
       } else {
-        mix_rows<KVBlocks::f32>(weights, count, w.begin + r, w.end + r, 0, kChunkKeys, at, layer.vectors, w.part);
+        mix_rows<KVBlocks::f32>(weights, count, w.begin + r, w.end + r, value_rows, nullptr, layer.vectors, w.part);
       }
       for (int64_t i = 0; i < count; ++i) {
         const float* part = w.part + i * padded;
@@ -315,7 +299,7 @@ inline void attend(const Attention& attention, const KVBlocks& kv, const Batch& 
   const Layer layer{attention, kv, batch, attention.heads / attention.kv_heads, vectors, vectors * kLanes};
   auto* partials = reinterpret_cast<float*>(c.scratch);
   const int64_t num_units = batch.units[0], num_splits = batch.units[1];
-  Workspace w;
+  auto& w = *reinterpret_cast<Workspace*>(c.scratch + batch.scratch_bytes + c.member * octavo::kWorkspaceBytes);
   const auto runs = [&](auto storage) {
     const AttentionUnit* found = nullptr;
     for (int64_t turn = 0; turn * c.members < num_units; ++turn) {

@@ -24,9 +24,18 @@ inline void with_constant(int64_t n, Body body) {
   body(std::integral_constant<int, most>{});
 }
 
-// Scores of `rows` queries with 16 keys, to scores[row * kChunkKeys ...].
+// Where what is read next begins: fetched line by line between the multiplications, as bursts would wait for one
+// another.
+template <int storage>
+inline void prefetch_part(const uint8_t* row, int64_t v) {
+  const int64_t at = v * kLanes * stored_bytes(storage);
+  if (at % 64 == 0) prefetch(row + at);
+}
+
+// Scores of `rows` queries with 16 keys, to scores[row * kChunkKeys ...]; `next` are 16 rows that are read later.
 template <int storage, int rows>
-inline void dots(const float* query, int64_t padded, const uint8_t* const* keys, float* scores) {
+inline void dots(const float* query, int64_t padded, const uint8_t* const* keys, const uint8_t* const* next,
+                 float* scores) {
   F quarters[rows][4];
   for (int i = 0; i < 4; ++i) {
     F sums[rows][4];
@@ -36,6 +45,7 @@ inline void dots(const float* query, int64_t padded, const uint8_t* const* keys,
       F q[rows];
       for (int r = 0; r < rows; ++r) q[r] = load(query + r * padded + v * kLanes);
       for (int j = 0; j < 4; ++j) {
+        prefetch_part<storage>(next[4 * j + i], v);
         const F key = load_stored<storage>(keys[4 * j + i], v);
         for (int r = 0; r < rows; ++r) sums[r][j] = fma(q[r], key, sums[r][j]);
       }
@@ -47,10 +57,11 @@ inline void dots(const float* query, int64_t padded, const uint8_t* const* keys,
 }
 
 template <int storage>
-inline void dot_rows(const float* query, int64_t rows, int64_t padded, const uint8_t* const* keys, float* scores) {
+inline void dot_rows(const float* query, int64_t rows, int64_t padded, const uint8_t* const* keys,
+                     const uint8_t* const* next, float* scores) {
   for (int64_t r = 0; r < rows; r += kScoreRows) {
     with_constant<kScoreRows>(rows - r, [&](auto count) {
-      dots<storage, count>(query + r * padded, padded, keys, scores + r * kChunkKeys);
+      dots<storage, count>(query + r * padded, padded, keys, next, scores + r * kChunkKeys);
     });
   }
 }
@@ -115,14 +126,16 @@ inline void tile_rows(const float* query, int64_t rows, int64_t padded, const fl
 }
 
 // Adds keys first ... last - 1 of weights (rows, kChunkKeys) times values to out (rows, padded), in some of the
-// vectors.
+// vectors; `next` as above, or null.
 template <int storage, int rows, int vectors>
-inline void mix(const float* weights, const uint8_t* const* values, int64_t first, int64_t last, int64_t at_vector,
-                float* out, int64_t padded) {
+inline void mix(const float* weights, const uint8_t* const* values, const uint8_t* const* next, int64_t first,
+                int64_t last, int64_t at_vector, float* out, int64_t padded) {
   F sums[rows][vectors];
   for (int r = 0; r < rows; ++r)
     for (int v = 0; v < vectors; ++v) sums[r][v] = load(out + r * padded + (at_vector + v) * kLanes);
   for (int64_t key = first; key < last; ++key) {
+    if (next)
+      for (int v = 0; v < vectors; ++v) prefetch_part<storage>(next[key], at_vector + v);
     F value[vectors];
     for (int v = 0; v < vectors; ++v) value[v] = load_stored<storage>(values[key], at_vector + v);
     for (int r = 0; r < rows; ++r) {
@@ -135,38 +148,36 @@ inline void mix(const float* weights, const uint8_t* const* values, int64_t firs
 }
 
 template <int storage>
-inline void mix_keys(const float* weights, int64_t rows, const uint8_t* const* values, int64_t first, int64_t last,
-                     int64_t vectors, float* out) {
+inline void mix_keys(const float* weights, int64_t rows, const uint8_t* const* values, const uint8_t* const* next,
+                     int64_t first, int64_t last, int64_t vectors, float* out) {
   if (first >= last) return;
   with_constant<kRowsAtOnce>(rows, [&](auto count) {
     int64_t v = 0;
     for (; v + kVectorsAtOnce <= vectors; v += kVectorsAtOnce)
-      mix<storage, count, kVectorsAtOnce>(weights, values, first, last, v, out, vectors * kLanes);
-    for (; v < vectors; ++v) mix<storage, count, 1>(weights, values, first, last, v, out, vectors * kLanes);
+      mix<storage, count, kVectorsAtOnce>(weights, values, next, first, last, v, out, vectors * kLanes);
+    for (; v < vectors; ++v) mix<storage, count, 1>(weights, values, next, first, last, v, out, vectors * kLanes);
   });
 }
 
-// Adds to out (rows, padded) the weighted values of keys first ... last - 1 that each of up to kRowsAtOnce rows sees.
-// What a row does not see is not even multiplied by 0.
+// The weighted values of up to kRowsAtOnce rows to out (rows, padded). What a row does not see is not even multiplied
+// by 0.
 template <int storage>
-inline void mix_rows(const float* weights, int64_t rows, const int32_t* begin, const int32_t* end, int64_t first,
-                     int64_t last, const uint8_t* const* values, int64_t vectors, float* out) {
-  const auto bounded = [=](int64_t key) { return key < first ? first : key < last ? key : last; };
-  const auto mix_some = [&](int64_t row, int64_t count, int64_t from, int64_t to) {
-    mix_keys<storage>(weights + row * kChunkKeys, count, values, bounded(from), bounded(to), vectors,
+inline void mix_rows(const float* weights, int64_t rows, const int32_t* begin, const int32_t* end,
+                     const uint8_t* const* values, const uint8_t* const* next, int64_t vectors, float* out) {
+  const auto mix_some = [&](int64_t row, int64_t count, int64_t first, int64_t last) {
+    mix_keys<storage>(weights + row * kChunkKeys, count, values, next, first, last, vectors,
                       out + row * vectors * kLanes);
   };
-  const int64_t common_begin = bounded(begin[rows - 1]),
-                common_end = bounded(end[0]);  // a later row begins and ends no earlier
+  for (int64_t i = 0; i < rows * vectors; ++i) store(out + i * kLanes, zero());
+  // A later row begins and ends no earlier.
+  const int64_t common_begin = begin[rows - 1], common_end = end[0];
   if (common_begin >= common_end) {
     for (int64_t r = 0; r < rows; ++r) mix_some(r, 1, begin[r], end[r]);
     return;
   }
-  for (int64_t r = 0; r < rows; ++r)
-    if (begin[r] < common_begin) mix_some(r, 1, begin[r], common_begin);
+  for (int64_t r = 0; r < rows; ++r) mix_some(r, 1, begin[r], common_begin);
   mix_some(0, rows, common_begin, common_end);
-  for (int64_t r = 0; r < rows; ++r)
-    if (end[r] > common_end) mix_some(r, 1, common_end, end[r]);
+  for (int64_t r = 0; r < rows; ++r) mix_some(r, 1, common_end, end[r]);
 }
 
 }  // namespace OCTAVO_ISA

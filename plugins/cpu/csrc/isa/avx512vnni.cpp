@@ -3,6 +3,11 @@
 #define OCTAVO_ISA_NAME "avx512vnni"
 #define OCTAVO_AVX512VNNI 1
 
+#if defined(__GNUC__) && !defined(__clang__)  // its own headers leave registers undefined on purpose, and it warns
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 #include "kernels.h"
 #include "linear_float_plan.h"
 #include "linear_int8_plan.h"

@@ -156,11 +156,14 @@ inline void gather(const void* table, int storage, int64_t row_stride, int64_t s
 
 // Row n of a packed weight, which holds the code of input k of 16 rows side by side.
 inline void unpack_row(const Weight& w, int64_t n, float* out) {
-  const int64_t block = n / kLanes, lane = n % kLanes, padded_out = w.blocks() * kLanes;
+  const int64_t block = n / kLanes, lane = n % kLanes;
   const int bits = w.code == Code::u2 ? 2 : w.code == Code::u4 ? 4 : 8, unit = 32 / bits;
   for (int64_t s = 0; s < w.num_segments; ++s) {
-    const float scale = w.scales ? w.scales[s * padded_out + n] : 1.0f;
-    const float offset = w.offsets ? w.offsets[s * padded_out + n] : 0.0f, shift = w.has_zero ? w.zero : 0;
+    const int64_t first = (block * w.num_segments + s) * kLanes;
+    float scales[kLanes];
+    store(scales, w.scales ? load_scales(w, first) : set1(1.0f));
+    const float scale = scales[lane], offset = w.offsets ? w.offsets[first + lane] : 0.0f;
+    const float shift = w.zeros ? w.zeros[first + lane] : w.has_zero ? w.zero : 0;
     for (int64_t k = w.segment_starts[s]; k < w.segment_starts[s + 1]; ++k) {
       const int64_t to = w.source ? w.source[k] : k < w.in ? k : -1;
       if (to < 0) continue;

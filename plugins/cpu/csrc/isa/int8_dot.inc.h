@@ -5,10 +5,17 @@ namespace OCTAVO_ISA {
 
 constexpr int kDotRows = 12, kDotBlocks = 2;  // rows and blocks of outputs that a tile keeps in registers
 
+// Not the intrinsic: with it gcc 12 copies each sum of a large tile through the stack at every step.
 template <bool small>
 inline I dot(I total, I codes, I x) {
-  return {_mm512_dpbusd_epi32(total.v, codes.v, x.v)};
+  asm("vpdpbusd %2, %1, %0" : "+v"(total.v) : "v"(codes.v), "v"(x.v));
+  return total;
 }
+
+inline I load_bytes(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline I times_short(I zeros, I sums) { return {_mm512_madd_epi16(zeros.v, sums.v)}; }
 
 #elif defined(OCTAVO_AVX2)
 
@@ -30,6 +37,14 @@ inline I dot(I total, I codes, I x) {
   return {dot<small>(total.lo, codes.lo, x.lo), dot<small>(total.hi, codes.hi, x.hi)};
 }
 
+inline I load_bytes(const uint8_t* p) {
+  const __m128i raw = load_128(p);
+  return {_mm256_cvtepu8_epi32(raw), _mm256_cvtepu8_epi32(_mm_srli_si128(raw, 8))};
+}
+inline I times_short(I zeros, I sums) {
+  return {_mm256_madd_epi16(zeros.lo, sums.lo), _mm256_madd_epi16(zeros.hi, sums.hi)};
+}
+
 #else
 
 constexpr int kDotRows = 4, kDotBlocks = 1;
@@ -46,7 +61,15 @@ inline I dot(I total, I codes, I x) {
   return total;
 }
 
+inline I load_bytes(const uint8_t* p) {
+  return lanes<I>([&](int i) { return static_cast<int32_t>(p[i]); });
+}
+inline I times_short(I zeros, I sums) { return zeros * sums; }
+
 #endif
+
+// Segments of fewer inputs have sums of 16 bits, which times_short multiplies by bytes in one step.
+constexpr int64_t kShort = 256;
 
 inline I load_codes(const uint8_t* p) { return load(reinterpret_cast<const int32_t*>(p)); }
 

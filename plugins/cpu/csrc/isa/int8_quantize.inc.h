@@ -28,6 +28,12 @@ struct InputRow {
 #endif
   }
 
+  // Up to where all of [begin, end) can be read 16 at a time, as they are.
+  int64_t plain(int64_t begin, int64_t end) const {
+    if (source) return begin;
+    return begin + ((end < in ? end : in) - begin) / 16 * 16;
+  }
+
   bool real(int64_t k) const { return source ? source[k] >= 0 : k < in; }
 };
 
@@ -76,11 +82,13 @@ template <bool symmetric>
 inline Extent extent(const InputRow& row, int64_t begin, int64_t end) {
   I magnitude = set1(0);
   F low = zero(), high = zero();
-  for (int64_t k = begin; k < end; k += 16) {
-    const F x = row.get(k, static_cast<int>(end - k < 16 ? end - k : 16));
+  const auto add = [&](F x) {
     magnitude = larger(magnitude, as_int(abs(x)));
     if constexpr (!symmetric) low = min(low, x), high = max(high, x);
-  }
+  };
+  int64_t k = begin;
+  for (const int64_t plain = row.plain(begin, end); k < plain; k += 16) add(load(row.x + k));
+  for (; k < end; k += 16) add(row.get(k, static_cast<int>(end - k < 16 ? end - k : 16)));
   if constexpr (symmetric) return {largest(magnitude), 0, 0};
   return {largest(magnitude), -max_across(zero() - low), max_across(high)};
 }
@@ -101,13 +109,20 @@ inline F quotient(F x, F scale, F inverse) {
 inline void store_bytes(I q, int8_t* to, int64_t step, int n) {
 #if defined(OCTAVO_AVX512VNNI)
   const __m128i bytes = _mm512_cvtsepi32_epi8(q.v);
-  if (step == 4 && n == 16) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+  if (n == 16) {
+    if (step == 4) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+    } else {
+      const int64_t low = _mm_cvtsi128_si64(bytes), high = _mm_extract_epi64(bytes, 1);
+      const int32_t words[4] = {static_cast<int32_t>(low), static_cast<int32_t>(low >> 32), static_cast<int32_t>(high),
+                                static_cast<int32_t>(high >> 32)};
+      for (int i = 0; i < 4; ++i) std::memcpy(to + i * step, &words[i], 4);
+    }
     return;
   }
-  const int32_t words[4] = {_mm_cvtsi128_si32(bytes), _mm_extract_epi32(bytes, 1), _mm_extract_epi32(bytes, 2),
-                            _mm_extract_epi32(bytes, 3)};
-  for (int i = 0; i < n / 4; ++i) std::memcpy(to + i * step, &words[i], 4);
+  int8_t all[16];
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(all), bytes);
+  for (int i = 0; i < n / 4; ++i) std::memcpy(to + i * step, all + 4 * i, 4);
 #else
   int32_t all[16];
   store(all, q);
@@ -116,17 +131,26 @@ inline void store_bytes(I q, int8_t* to, int64_t step, int n) {
 }
 
 struct Quantizer {
-  float scale, zero;
-  bool normal;  // quotient() is exact
+  float scale, zero, inverse;
+  bool normal;   // quotient() is exact
   bool clamped;  // inputs may be any number
 };
 
 // Codes of inputs begin ... end to `to`; returns their sum.
 template <bool simple>  // symmetric, and no code can be out of range
 inline int32_t quantize(const InputRow& row, int64_t begin, int64_t end, const Quantizer& how, int8_t* to, int64_t step) {
-  const F scale = set1(how.scale), inverse = set1(1.0f / how.scale), limit = set1(1024.0f * how.scale);
+  const F scale = set1(how.scale), inverse = set1(how.inverse), limit = set1(1024.0f * how.scale);
   I sum = set1(0);
-  for (int64_t k = begin; k < end; k += 16) {
+  int64_t k = begin;
+  if constexpr (simple) {
+    int8_t* at = to + begin * (step / 4);
+    for (const int64_t plain = row.plain(begin, end); k < plain; k += 16, at += 4 * step) {
+      const I q = to_int(quotient(load(row.x + k), scale, inverse));
+      sum = sum + q;
+      store_bytes(q, at, step, 16);
+    }
+  }
+  for (; k < end; k += 16) {
     const int n = static_cast<int>(end - k < 16 ? end - k : 16);
     F x = row.get(k, n);
     I q;
@@ -149,14 +173,16 @@ inline int32_t quantize(const InputRow& row, int64_t begin, int64_t end, const Q
   return total_of(sum);
 }
 
-// Scale and zero of inputs with such an extent; not finite where one of them is not.
+inline bool is_normal(float scale) { return scale >= 0x1p-60f && scale <= 0x1p60f; }
+
+// Scale and zero of inputs with such an extent; NaN where one of them is not finite.
 inline Quantizer quantizer(const Inputs& inputs, const Extent& extent) {
   constexpr float kNan = __builtin_nanf("");
-  Quantizer how{inputs.scale, inputs.symmetric ? 0 : inputs.zero, false, true};
+  Quantizer how{inputs.scale, inputs.symmetric ? 0 : inputs.zero, 1, false, true};
   if (inputs.kind == Inputs::kStatic) {
     if (extent.magnitude > 0x7f800000) how.scale = kNan;
   } else {
-    how = {kNan, 0, false, false};
+    how = {kNan, 0, 1, false, false};
     if (extent.finite()) {
       float magnitude;
       std::memcpy(&magnitude, &extent.magnitude, 4);
@@ -166,8 +192,24 @@ inline Quantizer quantizer(const Inputs& inputs, const Extent& extent) {
     }
     if (!(how.scale <= 0x1.fffffep127f)) how.scale = kNan;  // the range of finite numbers may be infinite
   }
-  how.normal = how.scale >= 0x1p-60f && how.scale <= 0x1p60f;
+  how.normal = is_normal(how.scale);
+  if (how.normal) how.inverse = 1.0f / how.scale;
   return how;
+}
+
+// The same for `count` segments at once, at most 16, each with symmetric inputs and a scale of its own.
+inline void quantizers(const Weight& w, const InputRow& row, int64_t first, int64_t count, Quantizer* to) {
+  alignas(64) int32_t magnitudes[16] = {};
+  alignas(64) float scales[16], inverses[16];
+  for (int64_t i = 0; i < count; ++i)
+    magnitudes[i] = extent<true>(row, w.segment_starts[first + i], w.segment_starts[first + i + 1]).magnitude;
+  F scale = as_float(load(magnitudes)) / set1(127.0f);
+  scale = select_less(zero(), scale, scale, set1(1.0f));
+  store(scales, scale), store(inverses, set1(1.0f) / scale);
+  for (int64_t i = 0; i < count; ++i) {
+    const bool finite = magnitudes[i] < 0x7f800000;
+    to[i] = {finite ? scales[i] : __builtin_nanf(""), 0, inverses[i], finite && is_normal(scales[i]), false};
+  }
 }
 
 // One row: its codes, each four inputs `step` bytes after the last, and its terms, each segment `stride` after the last.
@@ -178,12 +220,17 @@ inline void quantize_row(const Weight& w, const Inputs& inputs, const float* x, 
   const auto measure = [&](const InputRow& from, int64_t begin, int64_t end) {
     return inputs.symmetric ? extent<true>(from, begin, end) : extent<false>(from, begin, end);
   };
-  Quantizer how{};
+  Quantizer how{}, some[16];
   if (!each) how = quantizer(inputs, measure(plain, 0, w.in));
   of_row = {each ? 1.0f : how.scale, static_cast<int32_t>(how.zero)};
   for (int64_t s = 0; s < w.num_segments; ++s) {
     const int64_t begin = w.segment_starts[s], end = w.segment_starts[s + 1];
-    if (each) how = quantizer(inputs, measure(row, begin, end));
+    if (each && inputs.symmetric) {
+      if (s % 16 == 0) quantizers(w, row, s, w.num_segments - s < 16 ? w.num_segments - s : 16, some);
+      how = some[s % 16];
+    } else if (each) {
+      how = quantizer(inputs, measure(row, begin, end));
+    }
     int32_t sum = 0;
     if (how.scale != how.scale) {
       for (int64_t k = begin; k < end; k += 4) std::memset(to + k * (step / 4), 0, 4);
@@ -200,7 +247,7 @@ inline void quantize_row(const Weight& w, const Inputs& inputs, const float* x, 
     }
     SegmentTerms& of = terms[s * stride];
     of.scale = each ? how.scale : 1.0f;
-    of.start = w.has_zero ? -w.zero * sum : 0;
+    of.start = w.zeros ? -sum : w.has_zero ? -w.zero * sum : 0;
     of.sum = rest * of.scale;
   }
 }

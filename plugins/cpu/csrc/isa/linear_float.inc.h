@@ -2,19 +2,31 @@
 namespace OCTAVO_ISA {
 
 using octavo::Context, octavo::Out, octavo::Rows, octavo::FloatPlan, octavo::kGroupBlocks,
-    octavo::kPanelBlocks, octavo::kRowBlock;
+    octavo::kPanelBlocks, octavo::kPanelInputs, octavo::kRowBlock;
 
-// The largest tiles that the registers hold. Up to kDirectRows rows, codes are decoded there; more rows share a decoded panel.
+// The largest tiles that the registers hold, of decoded panels and of codes that are decoded in registers as well; the
+// latter have up to kDirectSums sums and, by the kind of codes, kDirectTile rows. Up to kDirectRows rows they are
+// faster, in one tile or two.
 #if defined(OCTAVO_AVX512VNNI)
-constexpr int kDirectRows = 2, kFloatRows = 12, kFloatBlocks = 2;
-constexpr int direct_blocks(int) { return 4; }
+constexpr int kFloatRows = 12, kFloatBlocks = 2, kDirectSums = 16;
+template <class Codes>
+constexpr int kDirectTile = Codes::kCheap ? 8 : 4;
+template <class Codes>
+constexpr int kDirectRows = Codes::kCheap ? 16 : 4;
 #elif defined(OCTAVO_AVX2)
-constexpr int kDirectRows = 2, kFloatRows = 6, kFloatBlocks = 1;
-constexpr int direct_blocks(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+constexpr int kFloatRows = 6, kFloatBlocks = 1, kDirectSums = 4;
+template <class Codes>
+constexpr int kDirectTile = Codes::kCheap ? 4 : 2;
+template <class Codes>
+constexpr int kDirectRows = kDirectTile<Codes>;
 #else
-constexpr int kDirectRows = 1, kFloatRows = 4, kFloatBlocks = 1;
-constexpr int direct_blocks(int) { return 1; }
+constexpr int kFloatRows = 4, kFloatBlocks = 1, kDirectSums = 2;
+template <class Codes>
+constexpr int kDirectTile = Codes::kCheap ? 2 : 1;
+template <class Codes>
+constexpr int kDirectRows = kDirectTile<Codes>;
 #endif
+constexpr int kDirectBlocks = kDirectSums < 4 ? kDirectSums : 4;
 static_assert(kFloatBlocks <= kPanelBlocks);
 
 // Rows [first, last), counted from x's first: their inputs as the packed codes want them, and sums of each chunk.
@@ -33,7 +45,7 @@ inline void prepare(const Weight& w, Rows x, int64_t first, int64_t last, bool c
       }
       from = to;
     }
-    if (!w.offsets) continue;
+    if (!w.zeros && !w.offsets) continue;
     for (Chunk chunk = first_chunk(w); chunk.segment < w.num_segments; chunk = next_chunk(w, chunk)) {
       F total = zero();
       int64_t k = chunk.begin;
@@ -44,25 +56,24 @@ inline void prepare(const Weight& w, Rows x, int64_t first, int64_t last, bool c
   }
 }
 
-// Few rows: blocks [block, last) straight from packed codes, each read once.
-template <class Codes, int kRows, int kBlocks>
-inline void direct_tiles(const Weight& w, const Codes& codes, const Prepared& in, int64_t block, int64_t last, Out out) {
+// Few rows: blocks [block, last) straight from packed codes.
+template <class Codes>
+inline void direct(const Weight& w, const Codes& codes, const Prepared& in, int64_t rows, int64_t block, int64_t last,
+                   Out out) {
+  constexpr int kMost = kDirectTile<Codes>;
   const int64_t block_bytes = w.padded_in * (Codes::kUnitBytes / Codes::kUnit);
-  for (; block + kBlocks <= last; block += kBlocks) {
-    alignas(64) float totals[kRows * kBlocks * kLanes] = {};
-    add_chunks<Codes, kRows, kBlocks>(w, codes, w.codes + block * block_bytes, block_bytes, block, first_chunk(w), w.padded_in,
-                                      in, 0, totals, kBlocks * kLanes);
-    finish(w, totals, kBlocks * kLanes, kRows, block, block + kBlocks, out.data, out.stride);
-  }
-  if constexpr (kBlocks > 1) direct_tiles<Codes, kRows, kBlocks / 2>(w, codes, in, block, last, out);
-}
-
-template <class Codes, int kRows = 1>
-inline void direct(const Weight& w, const Codes& codes, const Prepared& in, int64_t rows, int64_t block, int64_t last, Out out) {
-  if (rows == kRows) {
-    direct_tiles<Codes, kRows, direct_blocks(kRows)>(w, codes, in, block, last, out);
-  } else if constexpr (kRows < kDirectRows) {
-    direct<Codes, kRows + 1>(w, codes, in, rows, block, last, out);
+  const int64_t tiles = (rows + kMost - 1) / kMost, most = (rows + tiles - 1) / tiles;
+  for (int64_t blocks = kDirectBlocks; block < last; block += blocks) {
+    while (blocks > last - block || blocks * most > kDirectSums) blocks /= 2;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t row = rows * tile / tiles, end = rows * (tile + 1) / tiles;
+      const int64_t next = tile == 0 && block + blocks < last ? blocks * block_bytes : 0;
+      alignas(64) float totals[kDirectSums * kLanes] = {};
+      const FloatTile part{w.codes + block * block_bytes, block_bytes, block, first_chunk(w), w.padded_in, row,
+                           totals,                        blocks * kLanes, next};
+      add_tile<Codes, kMost, kDirectBlocks, kDirectSums>(w, codes, in, part, end - row, blocks);
+      finish(w, totals, blocks * kLanes, end - row, block, block + blocks, out.data + row * out.stride, out.stride);
+    }
   }
 }
 
@@ -97,21 +108,10 @@ inline void decode_panel(const Weight& w, const Codes& codes, int64_t block, int
   }
 }
 
-template <int kBlocks, int kRows = kFloatRows>
-inline void add_panel(const Weight& w, const F32Codes& decoded, const uint8_t* panel, int64_t block_bytes, int64_t block,
-                      const Chunk& chunk, int64_t until, const Prepared& in, int64_t row, int64_t rows, float* totals) {
-  if (rows == kRows) {
-    add_chunks<F32Codes, kRows, kBlocks>(w, decoded, panel, block_bytes, block, chunk, until, in, row, totals,
-                                         kGroupBlocks * kLanes);
-  } else if constexpr (kRows > 1) {
-    add_panel<kBlocks, kRows - 1>(w, decoded, panel, block_bytes, block, chunk, until, in, row, rows, totals);
-  }
-}
-
 // Many rows [row, last_row): panels of codes are decoded once for all of them.
 template <class Codes>
-inline void panels(const Weight& w, const Codes& codes, const Prepared& in, int64_t row, int64_t last_row, int64_t block,
-                   int64_t last, std::byte* scratch, Out out) {
+inline void panels(const Weight& w, const Codes& codes, const Prepared& in, int64_t row, int64_t last_row,
+                   int64_t block, int64_t last, std::byte* scratch, Out out) {
   constexpr bool kInPlace = Codes::kUnitBytes == 4 * kLanes * Codes::kUnit;  // floats already
   F32Codes decoded(w);
   decoded.factor = codes.factor;
@@ -123,7 +123,7 @@ inline void panels(const Weight& w, const Codes& codes, const Prepared& in, int6
     std::memset(totals, 0, (last_row - row) * kGroupBlocks * kLanes * sizeof(float));
     for (Chunk chunk = first_chunk(w), after; chunk.segment < w.num_segments; chunk = after) {
       after = next_chunk(w, chunk);
-      while (after.segment < w.num_segments && after.end - chunk.begin <= kChunk) after = next_chunk(w, after);
+      while (after.segment < w.num_segments && after.end - chunk.begin <= kPanelInputs) after = next_chunk(w, after);
       const int64_t until = after.begin;
       for (int64_t b = 0; b < group; b += kFloatBlocks) {
         const int64_t blocks = group - b < kFloatBlocks ? group - b : kFloatBlocks;
@@ -137,22 +137,22 @@ inline void panels(const Weight& w, const Codes& codes, const Prepared& in, int6
         }
         const int64_t origin = kInPlace ? 0 : chunk.begin;
         for (int64_t tile = 0; tile < tiles; ++tile) {
-          const int64_t first = row + (last_row - row) * tile / tiles, end = row + (last_row - row) * (tile + 1) / tiles;
+          const int64_t first = row + (last_row - row) * tile / tiles;
+          const int64_t end = row + (last_row - row) * (tile + 1) / tiles;
           float* to = totals + (first - row) * kGroupBlocks * kLanes + b * kLanes;
           const auto* at = reinterpret_cast<const uint8_t*>(from) - origin * kLanes * 4;
-          if (blocks == kFloatBlocks) {
-            add_panel<kFloatBlocks>(w, decoded, at, block_bytes, block + b, chunk, until, in, first, end - first, to);
-          } else {
-            add_panel<1>(w, decoded, at, block_bytes, block + b, chunk, until, in, first, end - first, to);
-          }
+          const FloatTile part{at, block_bytes, block + b, chunk, until, first, to, kGroupBlocks * kLanes, 0};
+          constexpr int kSums = kFloatRows * kFloatBlocks;
+          add_tile<F32Codes, kFloatRows, kFloatBlocks, kSums>(w, decoded, in, part, end - first, blocks);
         }
       }
     }
-    finish(w, totals, kGroupBlocks * kLanes, last_row - row, block, block + group, out.data + row * out.stride, out.stride);
+    float* to = out.data + row * out.stride;
+    finish(w, totals, kGroupBlocks * kLanes, last_row - row, block, block + group, to, out.stride);
   }
 }
 
-// Into how many parts rows are cut, so that the busiest of all members has least to do; the outputs are cut for the rest.
+// Into how many parts rows are cut so that the busiest member has least to do; the outputs are cut for the rest.
 inline int row_parts(int64_t rows, int64_t blocks, int members) {
   int best = 1;
   int64_t least = 0;
@@ -167,7 +167,7 @@ inline int row_parts(int64_t rows, int64_t blocks, int members) {
 
 inline void linear_float(const Weight& w, Rows x, Out out, const Context& c) {
   const FloatPlan plan = octavo::plan_linear_float(w, c.rows, c.members);
-  const bool copies = w.source || w.padded_in != w.in || (c.rows > kDirectRows && x.stride % 1024 == 0);
+  const bool copies = w.source || w.padded_in != w.in || (c.rows > 16 && x.stride % 1024 == 0);
   const bool alone = c.rows == 1;  // each member prepares the row for itself
   auto* inputs = reinterpret_cast<float*>(c.scratch + plan.inputs_at) + (alone ? c.member * plan.input_stride : 0);
   auto* sums = reinterpret_cast<float*>(c.scratch + plan.sums_at) + (alone ? c.member * plan.sum_stride : 0);
@@ -175,7 +175,7 @@ inline void linear_float(const Weight& w, Rows x, Out out, const Context& c) {
     const int64_t rows = c.rows - start < kRowBlock ? c.rows - start : kRowBlock;
     const Rows from{x.data + start * x.stride, x.stride};
     const Out to{out.data + start * out.stride, out.stride};
-    if (copies || w.offsets) {
+    if (copies || w.zeros || w.offsets) {
       int64_t first = 0, last = 1;
       if (start > 0) c.barrier();  // until nobody reads the rows before
       if (!alone) c.share(rows, 1, first, last);
@@ -183,9 +183,9 @@ inline void linear_float(const Weight& w, Rows x, Out out, const Context& c) {
       if (!alone) c.barrier();
     }
     const Prepared in{copies ? inputs : from.data, copies ? plan.input_stride : x.stride, sums, plan.sum_stride};
-    with_codes(w, [&](const auto& codes) {
+    with_codes(w, [&]<class Codes>(const Codes& codes) {
       int64_t block, last;
-      if (c.rows <= kDirectRows) {
+      if (c.rows <= kDirectRows<Codes>) {
         c.share(w.blocks(), 1, block, last);
         direct(w, codes, in, rows, block, last, to);
       } else {

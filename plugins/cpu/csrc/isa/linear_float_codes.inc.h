@@ -1,5 +1,6 @@
-// Packed codes as fp32. Each kind reads `kUnit` inputs of 16 outputs at a time, in `kUnitBytes`; get<i> is the i-th of them,
-// without the weight's scale, divided by `factor`. What is left of a chunk after whole units is read one by one.
+// Packed codes as fp32. Each kind reads `kUnit` inputs of 16 outputs at a time, in `kUnitBytes`; get<i> is the i-th of
+// them, without the weight's scale, divided by `factor`. What is left of a chunk after whole units is read one by one.
+// Where a code is `kCheap` to decode, a few instructions, more rows do so in registers; see linear_float.inc.h.
 namespace OCTAVO_ISA {
 
 using octavo::Code, octavo::Weight, octavo::kLanes;
@@ -7,6 +8,7 @@ using octavo::Code, octavo::Weight, octavo::kLanes;
 template <int kBits>
 struct IntegerCodes {
   static constexpr int kUnit = 32 / kBits, kUnitBytes = 64;
+  static constexpr bool kCheap = true;
   float factor = 1;
   using Raw = I;
 
@@ -26,6 +28,7 @@ struct IntegerCodes {
 template <>
 struct IntegerCodes<4> {
   static constexpr int kUnit = 8, kUnitBytes = 64;
+  static constexpr bool kCheap = true;
   float factor = 1;
   using Raw = I;
 
@@ -46,6 +49,7 @@ struct IntegerCodes<4> {
 template <>
 struct IntegerCodes<2> {
   static constexpr int kUnit = 16, kUnitBytes = 64;
+  static constexpr bool kCheap = true;
   float factor = 1;
   using Raw = I;
 
@@ -69,6 +73,7 @@ struct IntegerCodes<2> {
 template <>
 struct IntegerCodes<8> {
   static constexpr int kUnit = 4, kUnitBytes = 64;
+  static constexpr bool kCheap = true;
   float factor = 1;
   using Raw = I;
 
@@ -77,8 +82,10 @@ struct IntegerCodes<8> {
 
   [[gnu::always_inline]] Raw read(const uint8_t* from) const { return load(reinterpret_cast<const int32_t*>(from)); }
   template <int i>
-  [[gnu::always_inline]] F get(const Raw& raw) const {  // a byte shuffle, as shifts would compete with the conversion for a port
-    const __m512i alone = _mm512_set4_epi32(0x80808000 + 12 + i, 0x80808000 + 8 + i, 0x80808000 + 4 + i, 0x80808000 + i);
+  [[gnu::always_inline]] F get(const Raw& raw) const {
+    constexpr int byte = static_cast<int>(0x80808000u) + i;  // and three of zeros
+    const __m512i alone = _mm512_set4_epi32(byte + 12, byte + 8, byte + 4, byte);
+    // A shuffle, as shifts would compete with the conversion for a port.
     return to_float(I{_mm512_shuffle_epi8(raw.v, alone)} - offset);
   }
   F one(const uint8_t*) const { return zero(); }
@@ -88,6 +95,7 @@ struct IntegerCodes<8> {
 template <class Number, F (*load_numbers)(const Number*)>
 struct PlainCodes {
   static constexpr int kUnit = 4, kUnitBytes = kUnit * kLanes * sizeof(Number);
+  static constexpr bool kCheap = sizeof(Number) > 1;
   float factor = 1;
   using Raw = const Number*;
 
@@ -109,6 +117,7 @@ using E5M2Codes = PlainCodes<uint8_t, load_e5m2>;
 // Two inputs at a time, as fp16 numbers 256 times smaller.
 struct E4M3Codes {
   static constexpr int kUnit = 2, kUnitBytes = 32;
+  static constexpr bool kCheap = false;
   float factor = 256;
   struct Raw {
     F values[2];

@@ -34,13 +34,13 @@ struct Int8Call {
     }
   }
 
-  const int32_t* sum(const uint8_t* codes, int64_t blocks) const {
+  const int32_t* sum(int64_t block, int64_t blocks) const {
     if (inputs.symmetric) return nullptr;
     auto* to = reinterpret_cast<int32_t*>(own + plan.sums_at);
     switch (w.code) {
-      case Code::u2: sum_codes<2>(w, codes, blocks, to); break;
-      case Code::u4: sum_codes<4>(w, codes, blocks, to); break;
-      default: sum_codes<8>(w, codes, blocks, to);
+      case Code::u2: sum_codes<2>(w, block, blocks, to); break;
+      case Code::u4: sum_codes<4>(w, block, blocks, to); break;
+      default: sum_codes<8>(w, block, blocks, to);
     }
     return to;
   }
@@ -52,7 +52,7 @@ struct Int8Call {
     for (int64_t block = first; block < last; block += step) {
       const int64_t blocks = last - block < step ? last - block : step;
       const uint8_t* codes = w.codes + block * block_bytes();
-      multiply_panel(w, layout, {codes, block_bytes(), block, sum(codes, blocks)}, blocks, to, c.rows);
+      multiply_panel(w, layout, {codes, block_bytes(), block, sum(block, blocks)}, blocks, to, c.rows);
     }
   }
 
@@ -61,7 +61,7 @@ struct Int8Call {
     for (int64_t block = first; block < last; block += plan.panel_blocks) {
       const int64_t blocks = last - block < plan.panel_blocks ? last - block : plan.panel_blocks;
       const uint8_t* codes = w.codes + block * block_bytes();
-      Panel panel{codes, w.padded_in * kLanes, block, sum(codes, blocks)};
+      Panel panel{codes, w.padded_in * kLanes, block, sum(block, blocks)};
       if (w.code != Code::u8) {
         auto* bytes = reinterpret_cast<uint8_t*>(own + plan.panel_at);
         if (w.code == Code::u4) unpack_codes<4>(codes, blocks * block_bytes(), bytes);
@@ -92,7 +92,7 @@ inline void linear_int8(const Weight& w, const Inputs& inputs, Rows x, Out out, 
   }
   if (tiles == 1) {
     int64_t first, last;
-    c.share(w.blocks(), 1, first, last);
+    c.share(w.blocks(), kDotBlocks, first, last);
     call.stream(first, last);
     return;
   }

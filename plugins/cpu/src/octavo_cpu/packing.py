@@ -58,21 +58,29 @@ def pack(weight: QuantizedWeight, most: int | None = None) -> Packed:
         tensors["source"] = source
     codes = codes.contiguous()
     native().pack(code, codes.data_ptr(), size, out, padded_in, _address(source), packed.data_ptr())
+    scale_code = F32
     if weight.scales is not None:
         groups = _groups(weight, segments)
-        scales = _by_row(weight, weight.scales.float())[:, groups]
-        tensors["scales"] = _columns(scales)
+        scale_code, scales = _smallest(weight.scales)
+        tensors["scales"] = _by_block(_by_row(weight, scales)[:, groups])
         if zero is None and zeros is not None:
-            tensors["offsets"] = _columns(scales * _by_row(weight, zeros.float())[:, groups])
+            zeros = _by_row(weight, zeros.float())[:, groups]
+            whole = zeros.clamp(0, 255).to(torch.uint8)
+            if code <= U8 and torch.equal(whole.float(), zeros):
+                tensors["zeros"] = _by_block(whole)
+            else:
+                tensors["offsets"] = _by_block(_by_row(weight, scales.float())[:, groups] * zeros)
     if weight.bias is not None:
-        tensors["bias"] = _columns(weight.bias.float()[:, None])
+        tensors["bias"] = _by_block(weight.bias.float()[:, None])
     handle = native().Weight(
         code,
         size,
         out,
         padded_in,
         len(segments),
-        *(_address(tensors.get(name)) for name in ("starts", "source", "codes", "scales", "offsets", "bias")),
+        *(_address(tensors.get(name)) for name in ("starts", "source", "codes")),
+        scale_code,
+        *(_address(tensors.get(name)) for name in ("scales", "zeros", "offsets", "bias")),
         bool(zero),
         zero or 0,
     )
@@ -129,7 +137,18 @@ def _by_row(weight: QuantizedWeight, groups: Tensor) -> Tensor:
     return groups.repeat_interleave(out_group, dim=0)[: weight.out_features] if out_group > 1 else groups
 
 
-def _columns(by_row: Tensor) -> Tensor:
-    """(out_features, n) -> (n, padded out_features), zeros behind."""
+def _smallest(scales: Tensor) -> tuple[int, Tensor]:
+    """Scales in the least room that holds them exactly."""
+    wide = scales.float()
+    for dtype in (torch.float16, torch.bfloat16):
+        narrow = wide.to(dtype)
+        if torch.equal(narrow.float(), wide):
+            return _FLOATS[dtype], narrow
+    return F32, wide
+
+
+def _by_block(by_row: Tensor) -> Tensor:
+    """(out_features, n) -> (blocks of LANES outputs, n, LANES), zeros behind."""
     rest = -by_row.shape[0] % LANES
-    return torch.nn.functional.pad(by_row.t(), (0, rest)).contiguous()
+    padded = torch.nn.functional.pad(by_row, (0, 0, 0, rest))
+    return padded.view(-1, LANES, by_row.shape[1]).transpose(1, 2).contiguous()

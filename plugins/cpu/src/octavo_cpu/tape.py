@@ -82,6 +82,9 @@ class TapedForward:
             self._give_up("its result is not a kernel's of this plugin")
             return hidden
         self._program, self._arena, self._hidden, self._kv = program, arena, whole, attention.kv
+        # What torch still computes in a step is small. With threads of its own it would leave one that spins, for
+        # milliseconds, on a processor of the tape's.
+        torch.set_num_threads(1)
         logger.info("the forward is a tape of %d operations on %d threads", len(program), native().threads())
         return hidden
 
@@ -109,6 +112,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.computed: str | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: for that torch would import its compiler, which takes a second and 140 MB."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
