@@ -15,6 +15,8 @@ from octavo.quant.config import QuantConfig
 from octavo.quant.quantizer import round_to_nearest
 from octavo.quant.weight import LinearLayer, QuantizedWeight, WeightSpec
 
+_BLOCK_NUMBERS = 1 << 22  # rounded at once: temporaries of fp32 take several times a weight's memory
+
 
 def largest_group(in_features: int) -> int:
     """The largest of the usual group sizes that divides the inputs, -1 (all of them) where none does."""
@@ -55,5 +57,8 @@ def online_spec(layer: LinearLayer, scheme: str, formats: Mapping[str, type[Quan
 
 
 def quantize_online(weight: QuantizedWeight, spec: WeightSpec) -> QuantizedWeight:
-    """A float weight rounded to `spec`, its bias kept."""
-    return replace(round_to_nearest(weight.codes, spec), bias=weight.bias)
+    """A float weight rounded to `spec`, its bias kept; block by block of rows that share no scales, which saves memory."""
+    rows, columns = weight.codes.shape
+    step = max(1, _BLOCK_NUMBERS // columns) if spec.group_shape[0] == 1 else rows
+    first, *others = (round_to_nearest(part, spec) for part in weight.codes.split(step))
+    return replace(first.concat(others) if others else first, bias=weight.bias)
