@@ -23,7 +23,7 @@ mypy := MYPYPATH=$(subst $(empty) ,:,$(sources)) $(VENV)/bin/mypy
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
 
-demo: $(DEMO)/model/config.json ## Install octavo with AWQ as a user would, fetch a small model, generate text
+demo: $(DEMO)/model/config.json ## Install octavo with AWQ as a user would, fetch a small model, generate text, quantise it, compare
 	$(DEMO)/venv/bin/python examples/demo/run.py $(DEMO)/model
 
 test: $(VENV)/.installed ## Run all tests; ARGS="-m 'not slow'" leaves out those that need minutes

@@ -95,15 +95,15 @@ def test_keys_are_measured_after_their_rotation(model: Path) -> None:
 
 def test_heads_that_never_fire_get_a_scale_of_1() -> None:
     recorder = RecordingKV(KVGeometry(1, 2, 4, 4, torch.float32))
-    from octavo.front.kv_calibration import _scales
+    from octavo.front.kv_calibration import kv_scales
 
     recorder.largest["k"][0] = torch.tensor([0.0, 44.8])
-    (one,) = _scales(recorder.largest, per_head=True)
+    (one,) = kv_scales(recorder.largest, per_head=True)
     assert one.k.tolist() == pytest.approx([1.0, 0.1])
     assert one.v.tolist() == [1.0, 1.0]
     recorder.largest["v"][0, 1] = float("nan")
     with pytest.raises(ConfigError, match="V of layer 0 is NaN or infinite"):
-        _scales(recorder.largest, per_head=False)
+        kv_scales(recorder.largest, per_head=False)
 
 
 def test_samples_are_pieces_of_the_text_drawn_by_the_seed(model: Path) -> None:
@@ -226,7 +226,7 @@ def refused(capsys: pytest.CaptureFixture[str], *said: str) -> bool:
 
 def test_it_must_be_said_what_to_make(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantize", str(model), "--out", str(tmp_path / "new")]) == 2
-    assert refused(capsys, "--kv-scales-only", "--quantize-weights")
+    assert refused(capsys, "--method", "--recipe", "--kv-scales-only")
 
 
 @pytest.mark.parametrize(

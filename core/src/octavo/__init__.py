@@ -93,6 +93,18 @@ if TYPE_CHECKING:
     from octavo.plugins import discover as discover
     from octavo.product import row_product as row_product
     from octavo.quant.activation import quantize_inputs as quantize_inputs
+    from octavo.quant.calibration import InputStatistics as InputStatistics
+    from octavo.quant.calibration import gram_loss as gram_loss
+    from octavo.quant.calibration import parallel_map as parallel_map
+    from octavo.quant.compensation import (
+        Rounded as Rounded,
+    )
+    from octavo.quant.compensation import (
+        Rounding as Rounding,
+    )
+    from octavo.quant.compensation import (
+        compensated_rounding as compensated_rounding,
+    )
     from octavo.quant.config import Golden as Golden
     from octavo.quant.config import LayerFacts as LayerFacts
     from octavo.quant.config import QuantConfig as QuantConfig
@@ -102,8 +114,12 @@ if TYPE_CHECKING:
     from octavo.quant.linear import LinearMethod as LinearMethod
     from octavo.quant.linear import LinearRequest as LinearRequest
     from octavo.quant.oracle import weight_segments as weight_segments
+    from octavo.quant.quantizer import CalibratedGroup as CalibratedGroup
+    from octavo.quant.quantizer import QuantizedGroup as QuantizedGroup
     from octavo.quant.quantizer import Quantizer as Quantizer
+    from octavo.quant.quantizer import QuantizerOptions as QuantizerOptions
     from octavo.quant.quantizer import round_to_nearest as round_to_nearest
+    from octavo.quant.quantizer import stored_scales as stored_scales
     from octavo.quant.weight import (
         CODES as CODES,
     )
@@ -153,11 +169,13 @@ _HOMES = {
     "octavo.plugins": "PluginInfo Registry discover",
     "octavo.product": "row_product",
     "octavo.quant.activation": "quantize_inputs",
+    "octavo.quant.calibration": "InputStatistics gram_loss parallel_map",
+    "octavo.quant.compensation": "Rounded Rounding compensated_rounding",
     "octavo.quant.config": "Golden LayerFacts QuantConfig QuantSource TensorInfo",
     "octavo.quant.kv_scales": "KVScales",
     "octavo.quant.linear": "LinearMethod LinearRequest",
     "octavo.quant.oracle": "weight_segments",
-    "octavo.quant.quantizer": "Quantizer round_to_nearest",
+    "octavo.quant.quantizer": "CalibratedGroup QuantizedGroup Quantizer QuantizerOptions round_to_nearest stored_scales",
     "octavo.server.tools.parser": "ToolDelta ToolGolden ToolParser",
     "octavo.quant.weight": "CODES ActivationSpec LinearLayer QuantizedWeight WeightSpec",
 }

@@ -98,9 +98,11 @@ def octavo_quantizers() -> Sequence[type[Quantizer]]:
 @hookimpl
 def octavo_commands() -> Sequence[type[Command]]:
     from octavo.cli.chat import Chat, Complete
-    from octavo.cli.checkpoints import CheckPlugin, Convert, Doctor, Inspect, Plugins, Quantize
+    from octavo.cli.checkpoints import CheckPlugin, Convert, Doctor, Inspect, Plugins
     from octavo.cli.generate import Generate
+    from octavo.cli.quantize import Eval, Quantize
     from octavo.cli.run_batch import RunBatch
     from octavo.cli.serve import Serve
 
-    return [Generate, Serve, Chat, Complete, RunBatch, Inspect, Doctor, Convert, Quantize, Plugins, CheckPlugin]
+    makers = [Convert, Quantize, Eval]
+    return [Generate, Serve, Chat, Complete, RunBatch, Inspect, Doctor, *makers, Plugins, CheckPlugin]

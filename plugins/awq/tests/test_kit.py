@@ -1,8 +1,11 @@
-"""The kit that octavo ships for formats, run on this one."""
-
-from octavo.testing import QuantConfigSuite
+from octavo.testing import QuantConfigSuite, QuantizerSuite
 from octavo_awq.config import AWQConfig
+from octavo_awq.quantizer import AWQQuantizer
 
 
-class TestAWQ(QuantConfigSuite):
+class TestAWQConfig(QuantConfigSuite):
     config = AWQConfig
+
+
+class TestAWQQuantizer(QuantizerSuite):
+    quantizer = AWQQuantizer

@@ -1,4 +1,4 @@
-"""Commands about checkpoints and plugins: `octavo inspect | doctor | convert | quantize | plugins | check-plugin`."""
+"""Commands about checkpoints and plugins: `octavo inspect | doctor | convert | plugins | check-plugin`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from octavo.config import EngineConfig, HumanInt, describe
 from octavo.errors import ConfigError
 
 _CONVERT_SETTINGS = ("ignore_tensors", "disable_plugins", "disable_progress")
-_QUANTIZE_SETTINGS = ("tokenizer", "dtype", "device", "linear_kernels", *_CONVERT_SETTINGS)
 _PLUGIN_SETTINGS = ("disable_plugins", "strict_plugins", "device")
 
 
@@ -63,72 +62,14 @@ class Convert(Command):
         parser.add_argument("source", metavar="SRC", help="Folder or file of the model.")
         parser.add_argument("destination", metavar="DST", help="Folder to write: a new one, or an empty one.")
         parser.add_argument("--to", required=True, metavar="FORMAT", help="awq, gptq or what else the plugins write.")
-        _add_shard_size(parser)
+        add_shard_size(parser)
         add_settings(parser, EngineConfig, only=frozenset(_CONVERT_SETTINGS))
 
     def run(self, options: argparse.Namespace) -> int:
         from octavo.front.convert import convert
 
         config = EngineConfig.load({"model": options.source, "device": "cpu", **given(options, *_CONVERT_SETTINGS)})
-        return convert(config, options.destination, options.to, _shard_size(options))
-
-
-class Quantize(Command):
-    """Calibrates the scales of an fp8 KV cache."""
-
-    name = "quantize"
-    help = (
-        "Calibrate the scales of an fp8 KV cache with real text. Weights are quantised by --quantize-weights while they "
-        "load."
-    )
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("source", metavar="MODEL", help="Folder or file of the model.")
-        parser.add_argument(
-            "--kv-scales-only", action="store_true", help="Make scales of K and V, leave weights alone."
-        )
-        parser.add_argument(
-            "--out",
-            required=True,
-            metavar="PLACE",
-            help="X.safetensors: a file of scales; else a folder, the whole model.",
-        )
-        parser.add_argument("--calibration", metavar="FILE", help="Text to run. Default: the help topics of Python.")
-        for flag, default, text in (
-            ("--num-samples", 16, "Pieces of the text to run, drawn at random."),
-            ("--max-length", 512, "Tokens in each piece."),
-            ("--seed", 0, "Seed of the draw."),
-        ):
-            parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} Default: {default}.")
-        parser.add_argument(
-            "--kv-scales-granularity",
-            choices=["tensor", "head"],
-            default="tensor",
-            help="One scale for a layer's K and one for its V, or one for each KV head. Default: tensor.",
-        )
-        _add_shard_size(parser)
-        add_settings(parser, EngineConfig, only=frozenset(_QUANTIZE_SETTINGS))
-
-    def run(self, options: argparse.Namespace) -> int:
-        from octavo.front.quantize import quantize_kv
-
-        if not options.kv_scales_only:
-            raise ConfigError(
-                "octavo quantize makes scales of the KV cache: say --kv-scales-only. Weights are quantised while they load, "
-                "by --quantize-weights of the other commands"
-            )
-        if small := [name for name in ("num_samples", "max_length") if getattr(options, name) < 1]:
-            raise ConfigError(f"--{small[0].replace('_', '-')} {getattr(options, small[0])}: expected 1 or more")
-        return quantize_kv(
-            EngineConfig.load({"model": options.source, **given(options, *_QUANTIZE_SETTINGS)}),
-            options.out,
-            calibration=options.calibration,
-            num_samples=options.num_samples,
-            max_length=options.max_length,
-            seed=options.seed,
-            per_head=options.kv_scales_granularity == "head",
-            max_shard_size=_shard_size(options),
-        )
+        return convert(config, options.destination, options.to, shard_size(options))
 
 
 class Plugins(Command):
@@ -167,11 +108,13 @@ class CheckPlugin(Command):
         return check_plugin(config, options.plugin, verbose=options.verbose)
 
 
-def _add_shard_size(parser: argparse.ArgumentParser) -> None:
+def add_shard_size(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that `shard_size` reads."""
     parser.add_argument("--max-shard-size", default="5g", metavar="SIZE", help="Bytes of a file. Default: 5g.")
 
 
-def _shard_size(options: argparse.Namespace) -> int:
+def shard_size(options: argparse.Namespace) -> int:
+    """Bytes of a file, as `add_shard_size` was told."""
     try:
         return TypeAdapter(Annotated[HumanInt, Field(ge=1)]).validate_python(options.max_shard_size)
     except ValidationError as error:

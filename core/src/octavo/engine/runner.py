@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,9 @@ from octavo.attention.selection import select_for_layout
 from octavo.config import EngineConfig
 from octavo.engine.executor import ModelInfo
 from octavo.engine.kv_plan import kv_layout, plan_host_blocks, plan_kv
+from octavo.engine.request import Request
 from octavo.engine.sampler import Sampler
+from octavo.engine.sampling_params import SamplingParams
 from octavo.engine.step import Step, StepOutput, TokenLogprobs
 from octavo.errors import ask
 from octavo.model.checkpoint import open_checkpoint
@@ -144,6 +146,19 @@ class Runner:
                 if (logprobs := rows.logprobs[row]) is not None:
                     output.logprobs[i] = logprobs
         return output
+
+    @torch.inference_mode()
+    def probe(self, token_ids: Sequence[int], seen: Callable[[Tensor], None] | None = None) -> Tensor:
+        """The last hidden states (tokens, hidden_size) of one sequence, computed at once in the first KV blocks.
+
+        For measurements, while nothing else runs. `seen` is as in `Decoder.forward`.
+        """
+        request = Request("probe", token_ids, SamplingParams())
+        request.block_ids = list(range(-(-len(token_ids) // self.kv.block_size)))
+        batch, ids, positions = self._batch(Step([request], [len(token_ids)], [], len(token_ids)))
+        attention = AttentionStep(batch, self.backend, self.backend.plan(batch), self.kv)
+        hidden: Tensor = self.loaded.decoder(ids, positions, attention, seen)
+        return hidden
 
     def _batch(self, step: Step) -> tuple[AttentionBatch, Tensor, Tensor]:
         size = self.kv.block_size

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,13 @@ def convert(config: EngineConfig, destination: str, target: str, max_shard_size:
     """
     start = time.monotonic()
     registry = registry_for(config)
-    kind = _format(target, registry)
+    kind = format_named(target, registry)
     place = Path(destination).expanduser().resolve()
     check_free(place)
     with closing(open_checkpoint(config.model, registry.checkpoint_readers)) as checkpoint, torch.inference_mode():
         plan = ModelPlan.of(config, registry, checkpoint)
         plan.check_complete()
-        job = _Conversion.of(plan, kind)
+        job = Rewriting.of(plan, kind)
         partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
         with progress("converting", job.work, config.disable_progress) as advance:
             written = job.settings(target, advance)
@@ -91,7 +91,8 @@ def convert(config: EngineConfig, destination: str, target: str, max_shard_size:
     return 0
 
 
-def _format(target: str, registry: Registry) -> type[QuantConfig]:
+def format_named(target: str, registry: Registry) -> type[QuantConfig]:
+    """The format that writes `target`; raises ConfigError that lists what is installed."""
     found = {name: kind for kind in registry.quant_configs.values() for name in kind.targets}
     if target not in found:
         known = ", ".join(sorted(found)) or "none"
@@ -115,17 +116,24 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversion:
-    """One checkpoint on its way. `packed` are the layers to convert, `copied` the tensors that are kept as they are."""
+class Rewriting:
+    """One checkpoint on its way. `packed` are the layers to write, `copied` the tensors that are kept as they are.
+
+    `weights` gives the layers' new weights where they are not the stored ones; `replaced` are tensors to write in place of
+    copied ones, or beside them; `updates` goes into config.json.
+    """
 
     plan: ModelPlan
     kind: type[QuantConfig]
     floats: tuple[LinearLayer, ...]
     packed: Mapping[LinearLayer, WeightSpec]
     copied: Mapping[str, TensorInfo]
+    weights: Callable[[LinearLayer], QuantizedWeight] | None = None
+    replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    updates: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: ModelPlan, kind: type[QuantConfig]) -> _Conversion:
+    def of(cls, plan: ModelPlan, kind: type[QuantConfig]) -> Rewriting:
         """Judges headers; raises CheckpointError for a checkpoint that is not quantised or that the format would change."""
         layers = [layer for group in plan.groups for layer in group.layers]
         if plan.head is None:
@@ -159,6 +167,10 @@ class _Conversion:
             )
         return cls(plan, kind, tuple(layer for layer in layers if layer not in packed), packed, copied)
 
+    def weight(self, layer: LinearLayer) -> QuantizedWeight:
+        """What is written for a layer."""
+        return stored_weight(self.plan, layer) if self.weights is None else self.weights(layer)
+
     @property
     def work(self) -> int:
         """Bytes to read, in both passes."""
@@ -181,7 +193,7 @@ class _Conversion:
         """The first pass: what each layer is, and the settings of the format that says so."""
         facts: dict[LinearLayer, LayerFacts] = {}
         for layer in self.packed:
-            weight = stored_weight(self.plan, layer)
+            weight = self.weight(layer)
             assert weight.scales is not None
             facts[layer] = LayerFacts(weight.spec, weight.is_symmetric, weight.scales.dtype)
             advance(self.plan.checkpoint.stored_bytes(layer.name))
@@ -200,25 +212,33 @@ class _Conversion:
 
     def write(self, folder: Path, settings: QuantConfig, max_shard_size: int, advance: Callable[[int], object]) -> int:
         """The second pass; returns the bytes of the new tensors. Layers are written where the source has them."""
-        plan, checkpoint = self.plan, self.plan.checkpoint
+        checkpoint = self.plan.checkpoint
         owners = {f"{layer.name}.{suffix}": layer for layer in self.packed for suffix in checkpoint.stored(layer.name)}
         names = [f"{layer.name}.{suffix}" for layer in self.packed for suffix in self.kind.suffixes]
         done: set[LinearLayer] = set()
-        with ShardWriter(folder, [*names, *self.copied], max_shard_size) as writer:
+        with ShardWriter(folder, [*names, *self.copied, *self.replaced], max_shard_size) as writer:
+
+            def add(layer: LinearLayer) -> None:
+                done.add(layer)
+                weight = self.weight(layer)
+                with blaming(f"format '{self.kind.name}' cannot write {layer.name} ({weight.spec})"):
+                    tensors = settings.serialise(layer, weight)
+                    again = settings.canonicalise(layer, tensors)
+                self._expect_same(layer, weight, again)
+                for suffix, tensor in tensors.items():
+                    writer.add(f"{layer.name}.{suffix}", tensor)
+                advance(checkpoint.stored_bytes(layer.name))
+
             for name, info in checkpoint.tensors.items():
                 if name in self.copied:
-                    writer.add(name, checkpoint.read(name))
+                    writer.add(name, self.replaced[name] if name in self.replaced else checkpoint.read(name))
                     advance(info.num_bytes)
                 elif (layer := owners.get(name)) is not None and layer not in done:
-                    done.add(layer)
-                    weight = stored_weight(plan, layer)
-                    with blaming(f"format '{self.kind.name}' cannot write {layer.name} ({weight.spec})"):
-                        tensors = settings.serialise(layer, weight)
-                        again = settings.canonicalise(layer, tensors)
-                    self._expect_same(layer, weight, again)
-                    for suffix, tensor in tensors.items():
-                        writer.add(f"{layer.name}.{suffix}", tensor)
-                    advance(checkpoint.stored_bytes(layer.name))
+                    add(layer)
+            for layer in [layer for layer in self.packed if layer not in done]:  # a head that was the embedding
+                add(layer)
+            for name in [name for name in self.replaced if name not in self.copied]:
+                writer.add(name, self.replaced[name])
             writer.finish()
         self._write_side_files(folder, settings)
         return writer.total_size
@@ -236,7 +256,7 @@ class _Conversion:
             for layer in layers:
                 plan.stored_spec(layer)
             for layer in {layers[0], layers[-1]}:
-                self._expect_same(layer, stored_weight(self.plan, layer), stored_weight(plan, layer))
+                self._expect_same(layer, self.weight(layer), stored_weight(plan, layer))
 
     def _expect_same(self, layer: LinearLayer, before: QuantizedWeight, after: QuantizedWeight) -> None:
         """Raises PluginError unless two weights are the same numbers, stored in the same types."""
@@ -267,7 +287,7 @@ class _Conversion:
         config = {key: value for key, value in checkpoint.config.items() if key not in _SETTINGS}
         if isinstance(text := config.get("text_config"), dict):
             config["text_config"] = {key: value for key, value in text.items() if key not in _SETTINGS}
-        config["quantization_config"] = settings.settings()
+        config |= {"quantization_config": settings.settings(), **self.updates}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         copy_side_files(checkpoint, folder)
 

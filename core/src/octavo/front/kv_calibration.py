@@ -54,12 +54,18 @@ def default_text() -> str:
     return "\n".join(topics.values())
 
 
-def read_text(file: str) -> str:
-    """A text file; raises ConfigError where it cannot be read as one."""
+def read_text(file: str, option: str = "--calibration") -> str:
+    """A text file that an option names; raises ConfigError where it cannot be read as one."""
     try:
         return Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--calibration {file}: cannot read the text: {error}") from None
+        raise ConfigError(f"{option} {file}: cannot read the text: {error}") from None
+
+
+def first_tokens(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer begins a prompt with: a token, or nothing."""
+    first = tokenizer.hf_tokenizer.bos_token_id
+    return [first] if first is not None and tokenizer.encode("a")[:1] == [first] else []
 
 
 def samples(tokenizer: Tokenizer, text: str, num_samples: int, max_length: int, seed: int) -> list[list[int]]:
@@ -68,8 +74,7 @@ def samples(tokenizer: Tokenizer, text: str, num_samples: int, max_length: int, 
     Each begins with the token that the tokenizer begins a prompt with, if it does. Fewer where the text is short; raises
     ConfigError where it is empty.
     """
-    first = tokenizer.hf_tokenizer.bos_token_id
-    begin = [first] if first is not None and tokenizer.encode("a")[:1] == [first] else []
+    begin = first_tokens(tokenizer)
     tokens = tokenizer.encode_plain(text)
     length = max_length - len(begin)
     starts = list(range(0, len(tokens), length))
@@ -110,10 +115,11 @@ def calibrate(
                 advance()
     (recorder,) = {kv_format for kv_format in llm.engine.executor.runner.kv.layout.formats}  # type: ignore[attr-defined]
     llm.shutdown()
-    return _scales(recorder.largest, per_head), sum(map(len, prompts))
+    return kv_scales(recorder.largest, per_head), sum(map(len, prompts))
 
 
-def _scales(largest: dict[str, Tensor], per_head: bool) -> list[KVScales]:
+def kv_scales(largest: dict[str, Tensor], per_head: bool) -> list[KVScales]:
+    """The scales of each layer from its largest K and V, (layers, kv_heads) by side; see `calibrate`."""
     for side, seen in largest.items():
         if bad := (~torch.isfinite(seen)).any(1).nonzero().flatten().tolist():
             raise ConfigError(
@@ -124,6 +130,12 @@ def _scales(largest: dict[str, Tensor], per_head: bool) -> list[KVScales]:
         amax = seen if per_head else seen.amax(1)
         scales[side] = torch.where(amax > 0, amax / _LARGEST, 1.0)
     return [KVScales(k, v) for k, v in zip(scales["k"], scales["v"], strict=True)]
+
+
+def kv_cache_scheme(per_head: bool) -> dict[str, Any]:
+    """How compressed-tensors' settings ask for an fp8 KV cache with calibrated scales."""
+    strategy = "attn_head" if per_head else "tensor"
+    return {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False, "symmetric": True}
 
 
 def span(scales: Sequence[KVScales]) -> str:

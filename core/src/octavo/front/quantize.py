@@ -22,7 +22,7 @@ from safetensors.torch import save
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, PluginError
 from octavo.front.convert import check_free, check_space, copy_side_files
-from octavo.front.kv_calibration import calibrate, default_text, read_text, span
+from octavo.front.kv_calibration import calibrate, default_text, kv_cache_scheme, read_text, span
 from octavo.front.llm import registry_for
 from octavo.model.checkpoint import Checkpoint, open_checkpoint
 from octavo.model.kv_scale_file import read_kv_scale_file
@@ -100,13 +100,7 @@ def quantize_kv(
 
 def _folder_settings(checkpoint: Checkpoint, per_head: bool) -> dict[str, Any]:
     """config.json that asks for the cache; raises CheckpointError where the quantisation it states has no word for that."""
-    scheme = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "attn_head" if per_head else "tensor",
-        "dynamic": False,
-        "symmetric": True,
-    }
+    scheme = kv_cache_scheme(per_head)
     stated = checkpoint.config.get("quantization_config")
     sources = checkpoint.quant_sources
     if sources and (len(sources) > 1 or stated is None or stated.get("quant_method") != _METHOD):

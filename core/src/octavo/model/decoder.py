@@ -6,7 +6,8 @@ this file's business. What a step needs is an argument, and nothing is kept betw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,13 @@ def attention_layers(config: DecoderConfig) -> tuple[AttentionLayer, ...]:
         AttentionLayer(index, config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5, window)
         for index, window in enumerate(windows)
     )
+
+
+class Attending(Protocol):
+    """What a layer needs of a step."""
+
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (tokens, heads, head_dim), key and value (tokens, kv_heads, head_dim) -> (tokens, heads, head_dim)."""
 
 
 class SeparateLinears(nn.Module):
@@ -81,7 +89,7 @@ class DecoderLayer(nn.Module):
         self.register_buffer("activation_scale", activation_scale)
 
     def forward(
-        self, update: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep
+        self, update: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, step: Attending
     ) -> tuple[Tensor, Tensor]:
         """(update, residual), each (tokens, hidden_size), from the layer before, whose sum is the stream -> the same.
 
@@ -89,21 +97,25 @@ class DecoderLayer(nn.Module):
         """
         eps = self.config.rms_norm_eps
         x, residual = _add_norm(self.ops, update, residual, self.input_norm, eps)
-        x, residual = _add_norm(self.ops, self._attend(x, cos, sin, step), residual, self.post_attention_norm, eps)
-        gated = self.ops.gated(self.gate_up(x), self.config.activation, self.activation_scale)
-        return self.down(gated), residual
+        update = self.o(self.attended(self.qkv(x), cos, sin, step))
+        x, residual = _add_norm(self.ops, update, residual, self.post_attention_norm, eps)
+        return self.down(self.gated(self.gate_up(x))), residual
 
-    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
+    def attended(self, qkv: Tensor, cos: Tensor, sin: Tensor, step: Attending) -> Tensor:
+        """The input of `o` (tokens, heads * head_dim), from the output of `qkv`."""
         heads, kv_heads, head_dim = self.config.heads, self.config.kv_heads, self.config.head_dim
-        qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, head_dim))
-        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)
+        query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if self.q_norm is not None:
             query = self.ops.rms_norm(query, self.q_norm, self.config.rms_norm_eps)
         if self.k_norm is not None:
             key = self.ops.rms_norm(key, self.k_norm, self.config.rms_norm_eps)
         query, key = self.ops.rotate(query, cos, sin), self.ops.rotate(key, cos, sin)
-        out: Tensor = self.o(step.attend(self.attention, query, key, value).flatten(1))
-        return out
+        return step.attend(self.attention, query, key, value).flatten(1)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """The input of `down` (tokens, intermediate_size), from the output of `gate_up`."""
+        return self.ops.gated(gate_up, self.config.activation, self.activation_scale)
 
 
 def _add_norm(
@@ -144,15 +156,19 @@ class Decoder(nn.Module):
         """The constants of every layer's attention."""
         return attention_layers(self.config)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, step: AttentionStep, seen: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
         """token_ids and positions (tokens,) int64 -> the last hidden state (tokens, hidden_size).
 
-        Writes the tokens' K and V into the blocks of `step`.
+        Writes the tokens' K and V into the blocks of `step`. `seen` is shown the stream (tokens, hidden_size) after each layer.
         """
         cos, sin = self.rope(positions, step.batch, self.ops)
         update, residual = None, self.embedding(token_ids)
         for layer in self.layers:
             update, residual = layer(update, residual, cos, sin, step)
+            if seen is not None:
+                seen(update + residual)
         return _add_norm(self.ops, update, residual, self.final_norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from octavo.testing.linear import LinearMethodSuite
 from octavo.testing.models import tiny_config, tiny_model, tiny_tokenizer
 from octavo.testing.paging import hostile
 from octavo.testing.quant import QuantConfigSuite
+from octavo.testing.quantizer import QuantizerSuite
 from octavo.testing.scripted import ScriptedModel
 from octavo.testing.tools import ToolParserSuite
 from octavo.testing.weights import random_weight
@@ -31,6 +32,7 @@ __all__ = [
     "KVFormatSuite",
     "LinearMethodSuite",
     "QuantConfigSuite",
+    "QuantizerSuite",
     "ScriptedModel",
     "ToolParserSuite",
     "failures_of",

@@ -21,6 +21,7 @@ from octavo.testing.grammar import GrammarCompilerSuite
 from octavo.testing.kv_format import KVFormatSuite
 from octavo.testing.linear import LinearMethodSuite
 from octavo.testing.quant import QuantConfigSuite
+from octavo.testing.quantizer import QuantizerSuite
 from octavo.testing.suite import Suite
 from octavo.testing.tools import ToolParserSuite
 
@@ -32,6 +33,7 @@ _SUITES: Mapping[str, tuple[type[Suite], str]] = {
     "octavo_commands": (CommandSuite, "command"),
     "octavo_grammar_compilers": (GrammarCompilerSuite, "compiler"),
     "octavo_tool_parsers": (ToolParserSuite, "parser"),
+    "octavo_quantizers": (QuantizerSuite, "quantizer"),
 }
 _MODULE = "octavo_suites_under_check"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from octavo import hookimpl
 
 if TYPE_CHECKING:
-    from octavo import QuantConfig
+    from octavo import QuantConfig, Quantizer
 
 octavo_api = (1, 0)
 
@@ -22,3 +22,10 @@ def octavo_quant_configs() -> Sequence[type[QuantConfig]]:
     from octavo_awq.config import AWQConfig
 
     return [AWQConfig]
+
+
+@hookimpl
+def octavo_quantizers() -> Sequence[type[Quantizer]]:
+    from octavo_awq.quantizer import AWQQuantizer
+
+    return [AWQQuantizer]
