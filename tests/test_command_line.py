@@ -176,7 +176,7 @@ def test_plugins(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "--json"]) == 0
     plugins = {p["name"]: p for p in json.loads(capsys.readouterr().out)}
     assert plugins["awq"]["distribution"] == "octavo-awq"
-    assert plugins["awq"]["hooks"] == ["octavo_quant_configs"]
+    assert plugins["awq"]["hooks"] == ["octavo_quant_configs", "octavo_quantizers"]
     assert plugins["core"]["state"] == "loaded"
     assert main(["plugins", "--disable-plugins", "awq"]) == 0
     assert "disabled" in capsys.readouterr().out
