@@ -17,7 +17,7 @@ sources := $(wildcard core/src $(plugins:%=%/src) examples/*/src)
 empty :=
 mypy := MYPYPATH=$(subst $(empty) ,:,$(sources)) $(VENV)/bin/mypy
 
-.PHONY: help demo test lint bench
+.PHONY: help demo test lint bench aot
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -38,6 +38,9 @@ lint: $(VENV)/.installed ## Check style and types
 bench: $(VENV)/.installed $(DEMO)/model/config.json ## Measure the scheduler; with TEXT=FILE also the demo model's perplexity
 	$(VENV)/bin/python benchmarks/scheduler.py
 	$(if $(TEXT),$(VENV)/bin/python benchmarks/perplexity.py $(DEMO)/model $(TEXT))
+
+aot: $(VENV)/.installed ## Compile the GPU kernels for sm_80 and sm_90, without a GPU, and show registers and memory
+	$(VENV)/bin/python -m octavo.testing.aot $(ARGS) $(wildcard plugins/*/tests/aot_cases.py)
 
 # --- virtual environments. torch goes first: a version range of it would fetch gigabytes of CUDA.
 

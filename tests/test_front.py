@@ -15,6 +15,7 @@ from support import registry, scripted_llm
 from transformers import AutoTokenizer
 
 from octavo import LLM, CheckpointError, ConfigError, EngineConfig, RequestError, SamplingParams
+from octavo.engine.step_graph import EagerStep
 from octavo.front.output_processor import TextDelta
 from octavo.front.tokenizer import Tokenizer
 from octavo.testing import tiny_model, tiny_tokenizer
@@ -165,9 +166,10 @@ def test_names_of_vllm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     settings = {"registry": registry(), "num_blocks_override": 8}
     with caplog.at_level(logging.WARNING):
         llm = LLM(folder, trust_remote_code=False, enforce_eager=True, disable_log_stats=False, **settings)
-    assert [r.getMessage() for r in caplog.records if "enforce_eager" in r.getMessage()] == [
-        "ignored, for they mean nothing here: trust_remote_code, enforce_eager, disable_log_stats"
+    assert [r.getMessage() for r in caplog.records if "ignored" in r.getMessage()] == [
+        "ignored, for they mean nothing here: trust_remote_code, disable_log_stats"
     ]
+    assert isinstance(llm.engine.executor.runner.graph, EagerStep)  # type: ignore[attr-defined]
     assert llm.get_tokenizer() is llm.tokenizer.hf_tokenizer
     with pytest.raises(ConfigError, match="trust_remote_code"):
         LLM(folder, trust_remote_code=True, **settings)

@@ -253,6 +253,9 @@ class EngineConfig(Settings):
         "costs less than 0.1 % of perplexity. The kernel's name in the table says which.",
     )
     attention_backend: str | None = Field(None, description="Attention kernel. Default: the best that can serve.")
+    enforce_eager: bool = Field(
+        False, description="Run every operation as Python reaches it, instead of replaying steps that were recorded."
+    )
     structured_outputs_backend: str = Field(
         "auto", description="What compiles schemas, regexes and grammars. auto: the installed plugin."
     )

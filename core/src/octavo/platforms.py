@@ -22,6 +22,7 @@ class Platform:
     isa: frozenset[str]
     num_threads: int
     capability: tuple[int, int] | None = None  # CUDA compute capability
+    supposed_bytes: int | None = None  # of memory, where the device is not here
 
     @classmethod
     def detect(cls, device: str = "auto") -> Platform:
@@ -38,6 +39,12 @@ class Platform:
 
                 raise ConfigError("--device cuda was given, but torch sees no CUDA device here")
         return cls("cpu", _platform.machine(), _cpu_flags(), threads)
+
+    @classmethod
+    def supposed(cls) -> Platform:
+        """A GPU that is not here, as plans for one suppose it: compute capability 9.0 and 80 GiB, as an H100 has."""
+        here = cls.detect("cpu")
+        return cls("cuda", here.machine, here.isa, here.num_threads, (9, 0), 80 * 2**30)
 
 
 def _cpu_flags() -> frozenset[str]:

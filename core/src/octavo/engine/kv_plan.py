@@ -228,10 +228,14 @@ def plan_host_blocks(config: EngineConfig, bytes_per_block: int, platform: Platf
 
 def free_bytes(platform: Platform) -> int:
     """Bytes of memory that this process may still allocate on the device."""
+    if platform.supposed_bytes is not None:
+        return platform.supposed_bytes
     if platform.device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     return available_memory_bytes()
 
 
 def _total_bytes(platform: Platform) -> int:
+    if platform.supposed_bytes is not None:
+        return platform.supposed_bytes
     return int(torch.cuda.mem_get_info()[1]) if platform.device == "cuda" else total_memory_bytes()

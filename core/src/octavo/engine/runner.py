@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.attention.backend import AttentionBackend, AttentionBatch, AttentionLayer
@@ -20,10 +22,11 @@ from octavo.engine.request import Request
 from octavo.engine.sampler import Sampler
 from octavo.engine.sampling_params import SamplingParams
 from octavo.engine.step import Step, StepOutput, TokenLogprobs
+from octavo.engine.step_graph import EagerStep, StepGraph
 from octavo.errors import ask
 from octavo.model.checkpoint import open_checkpoint
 from octavo.model.decoder import attention_layers
-from octavo.model.loader import load_model
+from octavo.model.loader import load_model, progress
 from octavo.model.plan import end_token_ids
 from octavo.plugins import Registry
 
@@ -67,7 +70,10 @@ class Runner:
         per_block = self.kv_plan.bytes_per_block
         host_blocks = plan_host_blocks(config, per_block, registry.platform)
         kv = PagedKV(layout, layers, self.kv_plan.num_blocks, registry.platform.device, host_blocks)
-        self._set_up(self.loaded.decoder, kv, backend, decoder.vocab_size, registry, config.max_num_batched_tokens)
+        graphs = [EagerStep] if config.enforce_eager else registry.step_graphs
+        self._set_up(
+            self.loaded.decoder, kv, backend, decoder.vocab_size, registry, config.max_num_batched_tokens, graphs
+        )
         self.info = ModelInfo(
             vocab_size=decoder.vocab_size,
             max_model_len=self.kv_plan.max_model_len,
@@ -86,6 +92,7 @@ class Runner:
             logger.info(
                 "swap space: %s blocks, %.0f MiB of host memory", f"{host_blocks:,}", host_blocks * per_block / 2**20
             )
+        self._record(config)
 
     def _set_up(
         self,
@@ -95,13 +102,14 @@ class Runner:
         vocab_size: int,
         registry: Registry,
         max_tokens: int,
+        graphs: Sequence[type[StepGraph]],
     ) -> None:
         self.model, self.kv, self.backend = model, kv, backend
         self.device = registry.platform.device
         self.sampler = Sampler(vocab_size)
-        graphs = sorted(registry.step_graphs, key=lambda g: -g.rank)
-        graph = next(g for g in graphs if ask(g.why_not, registry.platform) is None)
-        self.forward = graph().capture(model.forward, max_tokens)
+        ranked = sorted(graphs, key=lambda g: -g.rank)
+        self.graph = next(g for g in ranked if ask(g.why_not, registry.platform) is None)()
+        self.forward = self.graph.capture(model.forward, max_tokens)
 
     @classmethod
     def with_model(
@@ -115,9 +123,33 @@ class Runner:
     ) -> Runner:
         """A runner around a ready model, for tests with scripted ones."""
         runner = cls.__new__(cls)
-        runner._set_up(model, kv, backend, info.vocab_size, registry, max_tokens)
+        runner._set_up(model, kv, backend, info.vocab_size, registry, max_tokens, registry.step_graphs)
         runner.info = info
         return runner
+
+    @torch.inference_mode()
+    def _record(self, config: EngineConfig) -> None:
+        """Records the sizes of steps that the graph wants to know before the first one."""
+        if not (sizes := self.graph.sizes(config.max_num_seqs)):
+            return
+        with progress("recording steps", len(sizes), config.disable_progress) as advance:
+            for size in sizes:
+                if not self.graph.record(self.forward, *self._first_tokens(size)):
+                    break
+                advance()
+
+    def _first_tokens(self, requests: int) -> tuple[Tensor, Tensor, AttentionStep]:
+        """A step of so many requests whose first token is their only one, in whatever blocks there are."""
+        size = self.kv.block_size
+        width = -(-self.kv_plan.max_model_len // size)
+        blocks = np.resize(np.arange(self.kv.num_blocks, dtype=np.int32), requests)
+        tables = np.zeros((requests, width), dtype=np.int32)
+        tables[:, 0] = blocks
+        batch = self._attention_batch(
+            [1] * requests, [1] * requests, tables, (blocks.astype(np.int64) * size).tolist(), [1] * requests
+        )
+        zeros = torch.zeros(requests, dtype=torch.int64, device=self.device)
+        return zeros, zeros.clone(), AttentionStep(batch, self.backend, self.backend.plan(batch), self.kv)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepOutput:
@@ -126,7 +158,7 @@ class Runner:
         attention = AttentionStep(batch, self.backend, self.backend.plan(batch), self.kv)
         hidden = self.forward(token_ids, positions, attention)
         output = StepOutput([-1] * len(step.requests))
-        ends = batch.query_start_loc[1:].tolist()
+        ends = list(accumulate(step.num_scheduled_tokens))
         sampled = []
         for i, (request, num) in enumerate(zip(step.requests, step.num_scheduled_tokens, strict=True)):
             if request.num_computed_tokens + num == len(request.token_ids):
@@ -134,7 +166,7 @@ class Runner:
             if request.params.prompt_logprobs is not None and request.num_computed_tokens < request.num_prompt_tokens:
                 output.prompt_logprobs[i] = self._prompt_logprobs(step, i, hidden[ends[i] - num : ends[i]])
         if sampled:
-            logits = self.model.logits(hidden[torch.tensor([ends[i] - 1 for i in sampled], device=hidden.device)])
+            logits = self.model.logits(hidden[self._placed([ends[i] - 1 for i in sampled], torch.int64)])
             rows = self.sampler.sample(logits, [step.requests[i] for i in sampled])
             for row, i in enumerate(sampled):
                 if (error := rows.errors.get(row)) is not None:
@@ -165,7 +197,7 @@ class Runner:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        seq_lens, starts = [], [0]
+        seq_lens = []
         tables = np.zeros(
             (len(step.requests), max(len(request.block_ids) for request in step.requests)), dtype=np.int32
         )
@@ -177,22 +209,33 @@ class Runner:
             slots += [blocks[p // size] * size + p % size for p in range(start, start + num)]
             tables[i, : len(blocks)] = blocks
             seq_lens.append(start + num)
-            starts.append(starts[-1] + num)
+        prompt_lens = [request.num_prompt_tokens for request in step.requests]
+        batch = self._attention_batch(step.num_scheduled_tokens, seq_lens, tables, slots, prompt_lens)
+        return batch, self._placed(token_ids, torch.int64), self._placed(positions, torch.int64)
 
-        def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
-
-        batch = AttentionBatch(
-            query_start_loc=ints(starts),
-            seq_lens=ints(seq_lens),
-            block_tables=torch.from_numpy(tables).to(self.device),
-            slot_mapping=ints(slots, torch.int64),
-            prompt_lens=ints([request.num_prompt_tokens for request in step.requests]),
-            query_lens_list=step.num_scheduled_tokens,
+    def _attention_batch(
+        self,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        tables: NDArray[np.int32],
+        slots: Sequence[int],
+        prompt_lens: Sequence[int],
+    ) -> AttentionBatch:
+        return AttentionBatch(
+            query_start_loc=self._placed([0, *accumulate(query_lens)]),
+            seq_lens=self._placed(seq_lens),
+            block_tables=self._placed(tables),
+            slot_mapping=self._placed(slots, torch.int64),
+            prompt_lens=self._placed(prompt_lens),
+            query_lens_list=query_lens,
             seq_lens_list=seq_lens,
-            block_size=size,
+            block_size=self.kv.block_size,
         )
-        return batch, ints(token_ids, torch.int64), ints(positions, torch.int64)
+
+    def _placed(self, numbers: Sequence[int] | NDArray[np.int32], dtype: torch.dtype = torch.int32) -> Tensor:
+        """Numbers on the device. To a GPU they are copied while this process goes on."""
+        tensor = torch.as_tensor(numbers, dtype=dtype)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device == "cuda" else tensor
 
     def _prompt_logprobs(self, step: Step, i: int, hidden: Tensor) -> list[TokenLogprobs]:
         """Logprobs of the prompt tokens that follow the scheduled positions (hidden: (scheduled, hidden_size))."""

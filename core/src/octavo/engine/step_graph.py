@@ -1,13 +1,16 @@
 """The contract of step capture: removing the cost of launching a forward's operations one by one. Eager is the default.
 
-Provisional: plugins/cpu captures by recording what its own kernels were asked to do; what CUDA graphs need is not known yet.
+Two ways exist: plugins/cpu records what its own kernels are asked to do, in the first step, for steps of every shape;
+plugins/paged_attn_cuda records CUDA graphs before the first step, one for each of some sizes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from octavo.platforms import Platform
 
@@ -32,6 +35,17 @@ class StepGraph(ABC):
         The arguments are token_ids and positions (tokens,) int64, at most `max_tokens`, and an AttentionStep. What a replay
         returns is valid until the next call.
         """
+
+    def sizes(self, max_requests: int) -> Sequence[int]:
+        """The sizes of steps, in requests of one token each, to `record` before the first step, up to `max_requests`."""
+        return ()
+
+    def record(self, step_function: StepFunction, token_ids: Tensor, positions: Tensor, attention: Any) -> bool:
+        """Records such a step for `step_function`, which `capture` gave; its K and V go to slots that nobody uses yet.
+
+        Its block tables are as wide as those of any step. False where it cannot be recorded, nor any other size.
+        """
+        return False
 
 
 class EagerStep(StepGraph):

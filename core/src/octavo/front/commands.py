@@ -115,8 +115,15 @@ def _summary(llm: LLM, printer: _Printer, elapsed: float) -> str:
 
 
 def inspect(config: EngineConfig, *, as_json: bool, every_layer: bool) -> int:
-    """Prints the kernel table and the KV plan of a checkpoint, from its headers alone."""
-    registry = registry_for(config)
+    """Prints the kernel table and the KV plan of a checkpoint, from its headers alone, for a GPU that is not here too."""
+    registry = registry_for(config, plans_only=True)
+    if registry.platform.supposed_bytes is not None:
+        major, minor = registry.platform.capability or (0, 0)
+        memory = registry.platform.supposed_bytes // 2**30
+        print(
+            f"no CUDA device is here; this is the plan for one of compute capability {major}.{minor} with {memory} GiB",
+            file=sys.stderr,
+        )
     checkpoint = open_checkpoint(config.model, registry.checkpoint_readers)
     plan = plan_model(config, registry, checkpoint)
     layout = kv_layout(plan)

@@ -28,7 +28,7 @@ from octavo.plugins import Registry, discover
 
 logger = logging.getLogger(__name__)
 
-_WITHOUT_MEANING = {"trust_remote_code": (False,), "enforce_eager": (False, True), "disable_log_stats": (False, True)}
+_WITHOUT_MEANING = {"trust_remote_code": (False,), "disable_log_stats": (False, True)}
 """Settings that scripts for vLLM give, with the values that ask for nothing here."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -238,9 +238,11 @@ def _token_ids(prompt: Any) -> list[int]:
         raise RequestError(f"a prompt is text or a list of token ids, got {found}", param="prompt") from None
 
 
-def registry_for(config: EngineConfig) -> Registry:
-    """Discovers plugins as the settings say."""
-    return discover(Platform.detect(config.device), disable=config.disable_plugins, strict=config.strict_plugins)
+def registry_for(config: EngineConfig, *, plans_only: bool = False) -> Registry:
+    """Discovers plugins as the settings say. For plans alone, a GPU that is asked for need not be here."""
+    supposed = plans_only and config.device == "cuda" and Platform.detect().device != "cuda"
+    platform = Platform.supposed() if supposed else Platform.detect(config.device)
+    return discover(platform, disable=config.disable_plugins, strict=config.strict_plugins)
 
 
 def tokenizer_for(config: EngineConfig, registry: Registry) -> Tokenizer:

@@ -6,7 +6,9 @@ extra `octavo[testing]` installs.
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 if find_spec("pytest") is None:
     raise ImportError("octavo.testing needs pytest; install it with: pip install 'octavo[testing]'")
@@ -25,9 +27,13 @@ from octavo.testing.scripted import ScriptedModel
 from octavo.testing.tools import ToolParserSuite
 from octavo.testing.weights import random_weight
 
+if TYPE_CHECKING:
+    from octavo.testing.aot import CompiledKernel, compiled_kernels, compiling, gpu, why_no_compiler
+
 __all__ = [
     "AttentionBackendSuite",
     "CommandSuite",
+    "CompiledKernel",
     "GrammarCompilerSuite",
     "KVFormatSuite",
     "LinearMethodSuite",
@@ -35,7 +41,10 @@ __all__ = [
     "QuantizerSuite",
     "ScriptedModel",
     "ToolParserSuite",
+    "compiled_kernels",
+    "compiling",
     "failures_of",
+    "gpu",
     "hostile",
     "random_weight",
     "run_suites",
@@ -43,4 +52,12 @@ __all__ = [
     "tiny_config",
     "tiny_model",
     "tiny_tokenizer",
+    "why_no_compiler",
 ]
+_AHEAD_OF_TIME = ("CompiledKernel", "compiled_kernels", "compiling", "gpu", "why_no_compiler")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _AHEAD_OF_TIME:  # a program too, which python -m starts: not imported before
+        return getattr(import_module("octavo.testing.aot"), name)
+    raise AttributeError(f"module 'octavo.testing' has no attribute '{name}'")

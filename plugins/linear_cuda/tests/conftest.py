@@ -1,0 +1,31 @@
+"""Without a GPU, kernels are interpreted in tests: Triton looks at this when it is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run on the CPU's tensors. Infinities and NaN are silent, as on a GPU; functions are called, not set up anew."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        pytest.skip("kernels are compiled here, not interpreted")
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        return self.rewrite()(*args, **named)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    with np.errstate(all="ignore"):
+        yield
