@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 PARTS = ("attention", "linear", "graph", "e2e")
-WITHOUT_GPU = ("attention",)
+WITHOUT_GPU = ("attention", "linear")
 """Those that --tiny runs."""
 
 
