@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+import torch
+
 from octavo.errors import ConfigError
 from octavo.quant.config import QuantConfig
 from octavo.quant.quantizer import round_to_nearest
@@ -60,5 +62,5 @@ def quantize_online(weight: QuantizedWeight, spec: WeightSpec) -> QuantizedWeigh
     """A float weight rounded to `spec`, its bias kept; block by block of rows that share no scales, which saves memory."""
     rows, columns = weight.codes.shape
     step = max(1, _BLOCK_NUMBERS // columns) if spec.group_shape[0] == 1 else rows
-    first, *others = (round_to_nearest(part, spec) for part in weight.codes.split(step))
+    first, *others = (round_to_nearest(part, spec) for part in torch.split(weight.codes, step))
     return replace(first.concat(others) if others else first, bias=weight.bias)
