@@ -12,8 +12,9 @@ import octavo.cli
 from octavo import Command, EngineConfig, PluginError
 from octavo.cli import build_parser, main
 from octavo.cli.chat import Chat, Complete
-from octavo.cli.checkpoints import CheckPlugin, Convert, Doctor, Inspect, Plugins, Quantize
+from octavo.cli.checkpoints import CheckPlugin, Convert, Doctor, Inspect, Plugins
 from octavo.cli.generate import Generate
+from octavo.cli.quantize import Quantize
 from octavo.cli.run_batch import RunBatch
 from octavo.command import add_engine_settings, engine_config
 from octavo.plugins import installed_entry_points

@@ -41,7 +41,7 @@ LAYERS = (
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 DOORS = ("__init__", "plugins", "builtin")  # they reach every contract, but lazily
 MAX_SOURCE_LINES, MAX_TEST_LINES = 400, 600
-MAX_CORE_LINES = 14_600
+MAX_CORE_LINES = 14_650
 
 
 def python_files(*folders: Path) -> list[Path]:

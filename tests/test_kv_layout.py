@@ -243,7 +243,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy formats, as if a plugin had brought them."""
     found = installed()
     for module in ("commands", "doctor"):
-        monkeypatch.setattr(f"octavo.front.{module}.registry_for", lambda config: found)
+        monkeypatch.setattr(f"octavo.front.{module}.registry_for", lambda config, **_: found)
 
 
 @pytest.mark.usefixtures("plugins")

@@ -1,17 +1,12 @@
-"""Without a GPU, kernels are interpreted in tests: Triton looks at this when it is imported."""
+"""Kernels on a machine without a GPU."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

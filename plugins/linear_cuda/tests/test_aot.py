@@ -11,8 +11,8 @@ from octavo.testing import CompiledKernel, compiled_kernels, why_no_compiler
 
 CASES = Path(__file__).with_name("aot_cases.py")
 PRODUCTS = ("weight_product", "code_product")
-MOST_STACK = 0
-"""Bytes of registers spilt by a thread."""
+MOST_STACK = {(8, 0): 0, (8, 6): 8, (8, 9): 8, (9, 0): 0}
+"""Bytes of registers spilt by a thread; 3-bit codes at few rows spill two on chips with less shared memory."""
 MOST_SHARED = {(8, 0): 166_912, (8, 6): 101_376, (8, 9): 101_376, (9, 0): 232_448}
 USUAL = ((8, 0), (9, 0))
 
@@ -28,7 +28,7 @@ def compiled(only: str, capabilities: Sequence[tuple[int, int]] = USUAL) -> list
 def check(kernels: list[CompiledKernel]) -> None:
     for kernel in kernels:
         where = f"{kernel.case} on {kernel.capability}: {kernel.name}"
-        assert kernel.stack_bytes <= MOST_STACK, f"{where} spills {kernel.stack_bytes} bytes"
+        assert kernel.stack_bytes <= MOST_STACK[kernel.capability], f"{where} spills {kernel.stack_bytes} bytes"
         assert kernel.shared_bytes <= MOST_SHARED[kernel.capability], where
         if kernel.name in PRODUCTS:
             instruction = "wgmma.mma_async" if kernel.capability >= (9, 0) else "mma.sync"
