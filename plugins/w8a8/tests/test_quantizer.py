@@ -23,7 +23,7 @@ from octavo import (
     quantize_inputs,
     round_to_nearest,
 )
-from octavo.testing import tiny_model
+from octavo.testing import QuantizerSuite, tiny_model
 from octavo_w8a8.compressed_tensors import CompressedTensorsConfig
 from octavo_w8a8.quantizer import W8A8Options, W8A8Quantizer
 
@@ -65,6 +65,10 @@ def error(x: Tensor, seen: CalibratedGroup, result: QuantizedGroup) -> float:
         rounded = (codes.float() if zeros is None else codes.float() - zeros) * scales
         total += float((rounded @ weight.dequantize().T - x @ before.T).square().sum())
     return total
+
+
+class TestW8A8Quantizer(QuantizerSuite):
+    quantizer = W8A8Quantizer
 
 
 # --- smoothing
