@@ -83,7 +83,7 @@ class Generation:
         while not self._pending and not self.finished:
             self._news.clear()
             await self._news.wait()
-        if self._failure is not None:
+        if self._failure is not None and not self._pending:  # what came before it is given first
             self.close()
             raise self._failure
         chunks, self._pending = list(self._pending.values()), {}
@@ -111,6 +111,10 @@ class Generation:
     def feed(self, chunk: Chunk) -> None:
         if chunk.finish_reason == "error" and self._failure is None:
             self._failure = GenerationFailed(str(chunk.stop_reason))
+            chunk.finish_reason = chunk.stop_reason = None
+            if not chunk.text:
+                self._news.set()
+                return
         key = (chunk.prompt_index, chunk.index)
         if (known := self._pending.get(key)) is not None:
             known.merge(chunk)
