@@ -372,12 +372,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--hostile", action="store_true")
-    parser.add_argument("--library", choices=[Guidance.name, XGrammar.name], help="Default: both, one after the other.")
+    parser.add_argument("--compiler", choices=[Guidance.name, XGrammar.name], help="Default: both, one after the other.")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     vocab = len(tokenizer)
-    for make in [m for m in (Guidance, XGrammar) if options.library in (None, m.name)]:
+    for make in [m for m in (Guidance, XGrammar) if options.compiler in (None, m.name)]:
         start = time.perf_counter()
         library = make(tokenizer, vocab)
         if options.hostile:

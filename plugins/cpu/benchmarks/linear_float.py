@@ -36,14 +36,14 @@ class Peaks:
                 ["g++", "-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(built)],
                 check=True,
             )
-            self.library = ctypes.CDLL(str(built))
-        self.library.multiply_add_rate.restype = self.library.read_rate.restype = ctypes.c_double
+            self.peaks = ctypes.CDLL(str(built))
+        self.peaks.multiply_add_rate.restype = self.peaks.read_rate.restype = ctypes.c_double
         self.pool = ThreadPoolExecutor(threads)
         self.threads = threads
 
     def multiply_adds(self) -> float:
         """Floating-point operations a second."""
-        rates = self.pool.map(lambda _: self.library.multiply_add_rate(ctypes.c_double(0.15)), range(self.threads))
+        rates = self.pool.map(lambda _: self.peaks.multiply_add_rate(ctypes.c_double(0.15)), range(self.threads))
         return sum(rates)
 
     def reading(self, data: torch.Tensor) -> float:
@@ -52,7 +52,7 @@ class Peaks:
 
         def read(i: int) -> float:
             address = ctypes.c_void_p(data.data_ptr() + i * size)
-            rate: float = self.library.read_rate(address, ctypes.c_int64(size), ctypes.c_double(0.2))
+            rate: float = self.peaks.read_rate(address, ctypes.c_int64(size), ctypes.c_double(0.2))
             return rate
 
         return sum(self.pool.map(read, range(self.threads)))
