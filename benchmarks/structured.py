@@ -372,7 +372,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--hostile", action="store_true")
-    parser.add_argument("--compiler", choices=[Guidance.name, XGrammar.name], help="Default: both, one after the other.")
+    parser.add_argument(
+        "--compiler", choices=[Guidance.name, XGrammar.name], help="Default: both, one after the other."
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
