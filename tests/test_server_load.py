@@ -21,7 +21,7 @@ from octavo.engine.sampling_params import SamplingParams
 from octavo.server.admission import Admission
 from octavo.server.engine_thread import EngineThread
 from octavo.server.errors import APIError
-from octavo.server.generation import EngineRequest, EngineUnavailable, GenerationFailed
+from octavo.server.generation import Chunk, EngineRequest, EngineUnavailable, Generation, GenerationFailed
 
 LONG = [65] * 400
 SCRIPTS = {(n,): LONG for n in range(1, 40)}
@@ -409,3 +409,18 @@ def test_after_the_end_everything_is_refused(tmp_path: Path) -> None:
         thread.stop()
 
     on_thread(tmp_path, work)
+
+
+def test_v47_text_before_an_error_is_given_before_it() -> None:
+    """Also where both are there when a slow client asks."""
+
+    async def run() -> None:
+        generation = Generation([request(1)], stream=True, abort=lambda: None)
+        generation.feed(Chunk(0, 0, "AB", [65, 66], None))
+        generation.feed(Chunk(0, 0, "", [], None, "error", "the memory is on fire"))
+        (chunk,) = await generation.take()
+        assert (chunk.text, chunk.finish_reason, chunk.stop_reason) == ("AB", None, None)
+        with pytest.raises(GenerationFailed, match="on fire"):
+            await generation.take()
+
+    asyncio.run(run())

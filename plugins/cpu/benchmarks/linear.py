@@ -9,15 +9,14 @@ with its share of what a plain read and a plain chain of dot products reach in t
 from __future__ import annotations
 
 import argparse
-import ctypes
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
+from peaks import Peaks
 
 from octavo_cpu import _native
 
@@ -80,32 +79,6 @@ class Model:
         return lambda: _native.replay(program, *given)
 
 
-def roofline() -> ctypes.CDLL | None:
-    source = Path(__file__).with_name("roofline.cpp")
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "roofline.so"
-        command = [
-            "g++",
-            "-O3",
-            "-std=c++20",
-            "-march=native",
-            "-shared",
-            "-fPIC",
-            str(source),
-            "-o",
-            str(library),
-            "-pthread",
-        ]
-        try:
-            subprocess.run(command, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        loaded = ctypes.CDLL(str(library))
-    loaded.read_rate.restype = loaded.int8_rate.restype = ctypes.c_double
-    loaded.read_rate.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
-    return loaded
-
-
 def fastest(step: Callable[[], None], at_least: float) -> float:
     """Seconds of the fastest of many: what else runs on the machine can only add."""
     step()
@@ -136,10 +109,11 @@ def main() -> None:
     layers = args.layers or SHAPES[args.shape][0]
     model = Model(args.shape, args.bits, args.group, args.zeros, layers)
     bandwidth = peak = 0.0
-    if best := roofline():
+    with suppress(OSError, subprocess.CalledProcessError):  # without a compiler there are no shares
+        peaks = Peaks(args.threads)
         memory = np.ones(model.bytes, np.uint8)
-        bandwidth = max(best.read_rate(memory.ctypes.data, model.bytes, 1, args.threads) for _ in range(30))
-        peak = max(best.int8_rate(args.threads) for _ in range(300))
+        bandwidth = max(peaks.reading(memory.ctypes.data, model.bytes) for _ in range(5))
+        peak = max(peaks.int8_products() for _ in range(5))
         del memory
     print(
         f"{_native.isa()}, {args.threads} threads, shape {args.shape}, {layers} layers, {args.bits} bits, group {args.group}"

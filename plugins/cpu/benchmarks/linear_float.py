@@ -9,53 +9,16 @@ model. GB/s counts packed codes, scales and zeros; peaks are those of a plain pr
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
-import subprocess
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
+from peaks import Peaks
 
 from octavo_cpu import _native
 
 _F16 = 6  # as csrc/kernels.h numbers codes
 CODES = {"u2": 2, "u4": 4, "u8": 8, "e4m3": 8, "e5m2": 8, "bf16": 16, "f16": 16, "f32": 32}
-
-
-class Peaks:
-    """Rates of plain reading and multiplying on so many threads."""
-
-    def __init__(self, threads: int) -> None:
-        source = Path(__file__).with_name("peaks.cpp")
-        with tempfile.TemporaryDirectory() as folder:
-            built = Path(folder) / "peaks.so"
-            subprocess.run(
-                ["g++", "-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(built)],
-                check=True,
-            )
-            self.peaks = ctypes.CDLL(str(built))
-        self.peaks.multiply_add_rate.restype = self.peaks.read_rate.restype = ctypes.c_double
-        self.pool = ThreadPoolExecutor(threads)
-        self.threads = threads
-
-    def multiply_adds(self) -> float:
-        """Floating-point operations a second."""
-        rates = self.pool.map(lambda _: self.peaks.multiply_add_rate(ctypes.c_double(0.15)), range(self.threads))
-        return sum(rates)
-
-    def reading(self, data: torch.Tensor) -> float:
-        """Bytes a second over this memory, each thread its part."""
-        size = data.nbytes // self.threads // 4096 * 4096
-
-        def read(i: int) -> float:
-            address = ctypes.c_void_p(data.data_ptr() + i * size)
-            rate: float = self.peaks.read_rate(address, ctypes.c_int64(size), ctypes.c_double(0.2))
-            return rate
-
-        return sum(self.pool.map(read, range(self.threads)))
 
 
 class Layers:
@@ -142,9 +105,9 @@ def main() -> None:
             group = options.group or (128 if in_features % 128 == 0 else 64)
             layers = Layers(code, in_features, out_features, group, not options.no_zeros, options.megabytes << 20)
             for rows in options.rows:
-                bandwidth, flops = peaks.reading(layers.memory), peaks.multiply_adds()
+                bandwidth, flops = peaks.reading(layers.memory.data_ptr(), layers.memory.nbytes), peaks.multiply_adds()
                 seconds = layers.seconds(rows, options.seconds)
-                bandwidth = statistics.mean([bandwidth, peaks.reading(layers.memory)])
+                bandwidth = statistics.mean([bandwidth, peaks.reading(layers.memory.data_ptr(), layers.memory.nbytes)])
                 flops = statistics.mean([flops, peaks.multiply_adds()])
                 read, done = layers.bytes / seconds, 2 * rows * in_features * out_features / seconds
                 print(

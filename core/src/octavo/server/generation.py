@@ -78,12 +78,13 @@ class Generation:
     async def take(self) -> list[Chunk]:
         """What is new since the last call, at most one chunk a sequence; waits for some. Empty once all is over.
 
-        Raises GenerationFailed or EngineUnavailable where a request ended with an error; the others of the call are aborted.
+        Raises GenerationFailed or EngineUnavailable where a request ended with an error, once the text before it was taken; the
+        others of the call are aborted.
         """
         while not self._pending and not self.finished:
             self._news.clear()
             await self._news.wait()
-        if self._failure is not None and not self._pending:  # what came before it is given first
+        if self._failure is not None and not self._pending:
             self.close()
             raise self._failure
         chunks, self._pending = list(self._pending.values()), {}
@@ -109,16 +110,13 @@ class Generation:
     # --- what the engine's thread has the event loop run
 
     def feed(self, chunk: Chunk) -> None:
-        if chunk.finish_reason == "error" and self._failure is None:
-            self._failure = GenerationFailed(str(chunk.stop_reason))
-            chunk.finish_reason = chunk.stop_reason = None
-            if not chunk.text:
-                self._news.set()
-                return
+        if chunk.finish_reason == "error":
+            self._failure = self._failure or GenerationFailed(str(chunk.stop_reason))
+            chunk.finish_reason = chunk.stop_reason = None  # `take` raises it, after the text that came before
         key = (chunk.prompt_index, chunk.index)
         if (known := self._pending.get(key)) is not None:
             known.merge(chunk)
-        elif self.stream:
+        elif self.stream and (chunk.text or chunk.finish_reason is not None):
             self._pending[key] = chunk
         self._news.set()
 
