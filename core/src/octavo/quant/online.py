@@ -14,20 +14,15 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.quant.config import QuantConfig
-from octavo.quant.quantizer import round_to_nearest
+from octavo.quant.quantizer import common_group, round_to_nearest
 from octavo.quant.weight import LinearLayer, QuantizedWeight, WeightSpec
 
 _BLOCK_NUMBERS = 1 << 22  # rounded at once: temporaries of fp32 take several times a weight's memory
 
 
-def largest_group(in_features: int) -> int:
-    """The largest of the usual group sizes that divides the inputs, -1 (all of them) where none does."""
-    return next((group for group in (128, 64, 32) if in_features % group == 0), -1)
-
-
 SCHEMES: Mapping[str, Callable[[LinearLayer], WeightSpec | None]] = {
     "int8": lambda layer: WeightSpec("int8", (1, -1)),
-    "int4": lambda layer: WeightSpec("uint4", (1, largest_group(layer.in_features)), has_zeros=True),
+    "int4": lambda layer: WeightSpec("uint4", (1, common_group([layer])), has_zeros=True),
 }
 """Weight-only schemes of core's own; a format's name means what the format makes (`QuantConfig.online_spec`)."""
 
