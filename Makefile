@@ -12,7 +12,7 @@ torch := $(shell grep '^torch==' constraints.txt)
 # needs a C++ compiler; without one everything works, on slower kernels
 native := plugins/cpu
 without_native = || echo "octavo-cpu was not built (it needs a C++20 compiler); octavo runs on slower kernels. See plugins/cpu/README.md"
-tools := pytest-xdist pytest-timeout ruff mypy gguf accelerate compressed-tensors matplotlib httpx openai schemathesis
+tools := pytest-xdist pytest-timeout ruff mypy gguf accelerate compressed-tensors matplotlib httpx openai langchain-openai schemathesis
 sources := $(wildcard core/src $(plugins:%=%/src) examples/*/src)
 empty :=
 mypy := MYPYPATH=$(subst $(empty) ,:,$(sources)) $(VENV)/bin/mypy
